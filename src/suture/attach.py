@@ -1,0 +1,232 @@
+"""A corrected model in memory: surgery on the decoder's output, in whatever way the model is called.
+
+The position of a token is counted from its sequence's first real token, before the decoder runs, so that padding on
+either side, a cache, beams and slices of the logits all give the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from suture.errors import AttachError, did_you_mean
+from suture.models import Head, decoder_of, hidden_size
+from suture.surgery import Surgery
+from suture.surgery.base import Content, PositionTable
+
+ATTRIBUTE = "_suture"
+CACHES = ("cache", "past_key_values", "cache_params")
+
+
+def token_positions(
+    columns: int,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    past: int | Tensor,
+    device: torch.device,
+) -> Tensor:
+    """[B or 1, columns] position of each token of this forward pass, from its sequence's first real token.
+
+    Given position ids win (generation passes them); else a 2-D mask is counted; else all rows start after the cache.
+    Padding gets some position, which nobody reads.
+    """
+    if position_ids is not None and position_ids.dim() == 2:
+        return position_ids[:, -columns:]
+    if attention_mask is not None and attention_mask.dim() == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -columns:]
+    return (torch.arange(columns, device=device) + past)[None]
+
+
+class Attachment:
+    """Surgery modules on one model, by domain; at most one domain acts at a time, and none at first."""
+
+    def __init__(self, model: Any, surgeries: Mapping[str, Surgery]) -> None:
+        self.model = model
+        self.surgeries = dict(surgeries)
+        self.active: Surgery | None = None
+        self.active_name: str | None = None
+        _, self._decoder = decoder_of(model)
+        self._original: Callable[..., Any] = self._decoder.forward
+        names = list(inspect.signature(self._original).parameters)
+        original = self._original
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            surgery = self.active
+            if surgery is None:
+                return original(*args, **kwargs)
+            positions = _positions(dict(zip(names, args, strict=False)) | kwargs)
+            output = original(*args, **kwargs)
+            if isinstance(output, tuple):
+                return (surgery(output[0], positions.to(output[0].device)), *output[1:])
+            states = output.last_hidden_state
+            output.last_hidden_state = surgery(states, positions.to(states.device))
+            return output
+
+        self._decoder.forward = forward
+
+    @contextmanager
+    def domain(self, name: str | None) -> Iterator[Any]:
+        """Let one domain's surgery act inside the block (None: the uncorrected model); yields the model.
+
+        Raises:
+            AttachError: for an unknown domain, with the nearest known one.
+        """
+        before = self.active_name
+        self.switch(name)
+        try:
+            yield self.model
+        finally:
+            self.switch(before)
+
+    def switch(self, name: str | None) -> None:
+        """Let one domain's surgery act from now on; None stops all."""
+        if name is not None and name not in self.surgeries:
+            raise AttachError(f"unknown domain {name!r}; {did_you_mean(name, self.surgeries)}")
+        self.active_name = name
+        self.active = self.surgeries[name] if name is not None else None
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        if getattr(self._decoder, ATTRIBUTE, None) is self:
+            del self._decoder.forward
+            delattr(self._decoder, ATTRIBUTE)
+
+
+def attach(model: Any, surgeries: Mapping[str, Surgery], *, probe: bool = True) -> Attachment:
+    """Put surgery modules on a model: `with attach(model, {...}).domain("math"): model.generate(...)`.
+
+    No weight changes, and no module is added to the model's own. With `probe` (a few short forward passes) left-padded
+    cached generation under a test correction is compared with whole sequences without padding or cache.
+
+    Raises:
+        AttachError: for a module of another width, a model that has modules attached, or one that fails the probe.
+    """
+    width = hidden_size(model)
+    for name, surgery in surgeries.items():
+        if surgery.hidden != width:
+            raise AttachError(
+                f"the surgery of domain {name!r} is for states of width {surgery.hidden}, the model's have {width}"
+            )
+    _, decoder = decoder_of(model)
+    if hasattr(decoder, ATTRIBUTE):
+        raise AttachError("this model has surgery attached already: detach it first")
+    place = _output_device(model)
+    attachment = Attachment(model, {name: surgery.to(place) for name, surgery in surgeries.items()})
+    setattr(decoder, ATTRIBUTE, attachment)
+    if probe:
+        try:
+            _probe(attachment)
+        except BaseException:
+            attachment.detach()
+            raise
+    return attachment
+
+
+def detach(model: Any) -> None:
+    """Take all surgery off a model.
+
+    Raises:
+        AttachError: when there is none.
+    """
+    found = getattr(decoder_of(model)[1], ATTRIBUTE, None)
+    if found is None:
+        raise AttachError("this model has no surgery attached")
+    found.detach()
+
+
+def _positions(given: dict[str, Any]) -> Tensor:
+    """Positions from the decoder's own arguments."""
+    tokens = given.get("input_ids")
+    tokens = tokens if tokens is not None else given["inputs_embeds"]
+    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
+    past: int | Tensor = 0
+    if cache is not None and hasattr(cache, "get_seq_length"):
+        past = cache.get_seq_length()
+    return token_positions(tokens.shape[1], given.get("position_ids"), given.get("attention_mask"), past, tokens.device)
+
+
+def _output_device(model: Any) -> torch.device:
+    """Where the decoder's output lies: the head's device."""
+    embeddings = model.get_output_embeddings()
+    weight = embeddings.weight if embeddings is not None else next(model.parameters())
+    device: torch.device = weight.device
+    return device
+
+
+class _Test(Surgery):
+    """A correction as large as the states, different at each position, so that a wrong one shows."""
+
+    def __init__(self, hidden: int, scale: float) -> None:
+        super().__init__(hidden, rank=2, t_max=64)
+        generator = torch.Generator().manual_seed(0)
+        self.content = Content(hidden, 2)
+        self.table = PositionTable(64, hidden)
+        with torch.no_grad():
+            self.content.up.weight.copy_(torch.randn(hidden, 2, generator=generator) * 0.1)
+            self.table.rows.copy_(torch.randn(64, hidden, generator=generator) * scale)
+
+    def correction(self, states: Tensor, positions: Tensor) -> Tensor:
+        out: Tensor = self.content(states) + self.table(positions)
+        return out
+
+
+@torch.inference_mode()
+def _probe(attachment: Attachment) -> None:
+    """Compare padded, cached, corrected generation with a reference that has no padding and no cache.
+
+    Raises:
+        AttachError: where the two differ by more than rounding.
+    """
+    from transformers import GenerationConfig
+
+    model, decoder = attachment.model, attachment._decoder
+    device = next(model.parameters()).device
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    long = torch.randint(vocabulary // 8, vocabulary, (7,), generator=generator).tolist()
+    short = long[3:5]
+    ids = torch.tensor([long, [0] * 5 + short], device=device)  # [2, 7]
+    mask = torch.tensor([[1] * 7, [0] * 5 + [1] * 2], device=device)
+    states = attachment._original(input_ids=ids[:1], use_cache=False).last_hidden_state
+    test = _Test(hidden_size(model), float(states.float().std())).to(states.device)
+    settings = GenerationConfig(
+        max_new_tokens=3,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        use_cache=True,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    attachment.active = test
+    try:
+        out = model.generate(
+            ids, attention_mask=mask, generation_config=settings, output_logits=True, return_dict_in_generate=True
+        )
+    finally:
+        attachment.active = None
+    head = Head(model)
+    worst = effect = 0.0
+    for row, prompt in enumerate((long, short)):
+        whole = torch.tensor([prompt + out.sequences[row, ids.shape[1] :].tolist()], device=device)  # [1, T]
+        plain = decoder(input_ids=whole, use_cache=False).last_hidden_state[0]  # [T, H]
+        fixed = test(plain, torch.arange(len(plain), device=plain.device))
+        for step, logits in enumerate(out.logits):
+            place = len(prompt) + step - 1
+            reference = head(fixed[place : place + 1])[0]
+            uncorrected = head(plain[place : place + 1])[0]
+            worst = max(worst, float((logits[row].float() - reference).abs().max()))
+            effect = max(effect, float((uncorrected - reference).abs().max()))
+    allowed = 1e-3 if states.dtype == torch.float32 else 6e-2
+    if not worst <= allowed * effect:
+        raise AttachError(
+            f"{type(model).__name__} cannot be corrected exactly: a padded, cached run differs from an unpadded one by "
+            f"{worst / effect if effect else float('nan'):.2g} of the correction's effect"
+        )

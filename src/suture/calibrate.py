@@ -1,0 +1,125 @@
+"""Calibration: cached states of a merged model and of a target → a trained surgery module. No language model is loaded.
+
+Adam with betas (0.9, 0.999) in float32, a minibatch of whole prompts a step, flat over their tokens: padding does not
+exist here, so none is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from suture.bias import bias, reduction
+from suture.errors import SurgeryError
+from suture.losses import NEED_ENTROPY, NEED_HEADS, Batch, Decode, get_loss
+from suture.progress import SILENT, Progress
+from suture.states import HiddenCache, check_pair
+from suture.surgery import Surgery, make_surgery
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A trained module with its history.
+
+    Attributes:
+        surgery: the module, rounded to the dtype it is stored in and back to float32.
+        losses: one value a step.
+        rho_calibration, rho_heldout: L1 reduction (Eq. 7); held-out is None where no such states were given.
+        seconds: of the training loop.
+    """
+
+    surgery: Surgery
+    losses: list[float]
+    rho_calibration: float
+    rho_heldout: float | None
+    seconds: float
+
+
+def calibrate(
+    merged: HiddenCache,
+    target: HiddenCache,
+    *,
+    module: str = "darts",
+    loss: str = "ewl1",
+    rank: int = 16,
+    t_max: int = 512,
+    steps: int = 500,
+    lr: float = 1e-3,
+    batch: int = 8,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    heldout: tuple[HiddenCache, HiddenCache] | None = None,
+    decode: Decode | None = None,
+    decode_target: Decode | None = None,
+    device: torch.device | None = None,
+    progress: Progress = SILENT,
+    stage: str = "calibrate",
+) -> Calibration:
+    """Train one module on one domain. The same seed on the same machine gives the same bytes.
+
+    Args:
+        merged, target: states of both models on the same calibration tokens; the target's with entropies for `ewl1`.
+        module, loss, rank, t_max, steps, lr, batch, seed: as in the recipe; the defaults are the paper's.
+        dtype: what the module is rounded to at the end, as it will be stored.
+        heldout: (merged, target) states to measure rho on; they are never trained on.
+        decode, decode_target: heads of the merged model and of the target, for the losses `kl` and `ce`.
+        device: where to train; by default where the states are.
+
+    Raises:
+        SurgeryError: for an unknown module or loss, states that do not match, or entropies or heads that are missing.
+    """
+    function = get_loss(loss)
+    check_pair(merged, target)
+    if loss in NEED_ENTROPY and target.entropy is None:
+        raise SurgeryError(f"loss {loss} needs the target's entropies: capture the target with entropy=True")
+    if loss in NEED_HEADS and (decode is None or decode_target is None):
+        raise SurgeryError(f"loss {loss} needs the heads of the merged model and of the target")
+    place = device or merged.states.device
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        surgery = make_surgery(module, merged.states.shape[-1], rank, t_max).to(place)
+    optimiser = torch.optim.Adam(surgery.parameters(), lr=lr, betas=(0.9, 0.999))
+    given, wanted = merged.states.to(place).float(), target.states.to(place).float()  # [N, H] each
+    entropy = target.entropy.to(place) if target.entropy is not None else None  # [N]
+    positions = merged.tokens.positions.to(place)  # [N]
+    spans = torch.split(torch.arange(len(given), device=place), merged.tokens.lengths.tolist())
+    queue: list[int] = []
+    history: list[Tensor] = []
+    began = time.monotonic()
+    with progress.stage(stage, steps) as advance:
+        for _ in range(steps):
+            while len(queue) < batch:
+                queue += torch.randperm(len(spans), generator=generator).tolist()
+            chosen, queue = queue[:batch], queue[batch:]
+            rows = torch.cat([spans[index] for index in chosen])  # [n] tokens of these prompts
+            corrected = surgery(given[rows], positions[rows])  # [n, H]
+            weights = entropy[rows] if entropy is not None else None
+            value = function(corrected, Batch(wanted[rows], weights, decode, decode_target))
+            optimiser.zero_grad(set_to_none=True)
+            value.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            history.append(value.detach())
+            advance(1)
+    seconds = time.monotonic() - began
+    surgery.to("cpu").eval().requires_grad_(False)
+    for tensor in surgery.state_dict().values():
+        tensor.copy_(tensor.to(dtype).float())  # what is measured is what is stored
+    return Calibration(
+        surgery,
+        torch.stack(history).tolist(),
+        rho(surgery, merged, target),
+        rho(surgery, *heldout) if heldout is not None else None,
+        seconds,
+    )
+
+
+@torch.inference_mode()
+def rho(surgery: Surgery, merged: HiddenCache, target: HiddenCache) -> float:
+    """L1 reduction of a module on given states (Eq. 7)."""
+    check_pair(merged, target)
+    corrected = surgery(merged.states.float(), merged.tokens.positions)  # [N, H]
+    return reduction(bias(merged.states, target.states), bias(corrected, target.states))

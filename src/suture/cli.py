@@ -1,0 +1,376 @@
+"""The command line: one command a stage, `run` for all. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from suture.errors import SutureError, did_you_mean
+from suture.progress import SILENT, Progress, TerminalProgress
+
+if TYPE_CHECKING:
+    from suture.pipeline import Run
+
+app = typer.Typer(
+    name="suture",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help=(
+        "Measure and correct merged language models.\n\n"
+        "Merging fine-tunes gives one model that is worse than each parent at the parent's own job. suture takes a "
+        "recipe (a mergekit configuration, a target and prompts for each domain), measures how far the merged model's "
+        "final hidden states are from each target's, trains a small correction, and scores it on held-out text.\n\n"
+        "Start with `suture run RECIPE`. Results, tables and `--json` documents go to stdout; progress and notes to "
+        "stderr."
+    ),
+)
+
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="The recipe: a YAML file (see docs/recipe.md).", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and notes.")]
+StoreFolder = Annotated[
+    Optional[Path],
+    typer.Option("--store", help="Folder of artifacts; `$SUTURE_HOME/store` by default.", show_default=False),
+]
+
+
+@contextmanager
+def _told(as_json: bool) -> Iterator[None]:
+    """Errors meant for users as one message and exit code 1; with --json also as the document."""
+    try:
+        yield
+    except SutureError as error:
+        if as_json:
+            _print_json({"error": {"type": type(error).__name__, "message": str(error)}})
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        typer.secho("stopped; finished stages are kept, run the same command to go on", err=True)
+        raise typer.Exit(130) from None
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _hush() -> None:
+    """Other libraries' chatter: warnings that a user of suture can do nothing about."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore")
+    logging.getLogger("mergekit").setLevel(logging.ERROR)
+    from transformers.utils import logging as chatter
+
+    chatter.set_verbosity_error()
+    chatter.disable_progress_bar()
+
+
+def _open(recipe: Path, store: Path | None, quiet: bool) -> Run:
+    """A checked run of a recipe file, or of the recipe kept in a run's folder."""
+    progress: Progress = SILENT if quiet else TerminalProgress()
+    progress.note("loading libraries")
+    _hush()
+    from suture.pipeline import Run, read_recipe
+    from suture.store import Store
+
+    return Run(read_recipe(recipe), store=Store(store) if store else None, progress=progress)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+@app.command()
+def run(
+    recipe: RecipeFile,
+    out: Annotated[
+        Optional[Path], typer.Option(help="Folder for results; `runs/<name>` by default.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    store: StoreFolder = None,
+) -> None:
+    """Merge, capture, measure, calibrate and score: everything that a recipe asks for.
+
+    The folder gets `scores.json`, `report.md`, `figures/`, the bias of each domain and the trained modules. Stages
+    whose artifacts exist are skipped, so a stopped run goes on where it was and a second one ends quickly.
+    """
+    with _told(as_json):
+        from suture.report.tables import HEADER, rich_table, score_rows, verdicts
+
+        job = _open(recipe, store, quiet)
+        _show_weights(job)
+        result = job.run(out or Path("runs") / str(job.recipe.name))
+        if as_json:
+            return _print_json(result.document())
+        console = _console()
+        console.print(rich_table("Held-out scores", HEADER, score_rows(result.scores)))
+        for line in verdicts(result.scores):
+            console.print(line, highlight=False)
+        kept = f", {len(result.reused)} stages reused" if result.reused else ""
+        console.print(
+            f"\n{result.folder}/report.md · figures/ · scores.json   "
+            f"({result.seconds:.0f} s, {result.peak / 2**30:.2f} GiB at most{kept})",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _show_weights(job: Run) -> None:
+    """The weights that take effect, on stderr: a normalising method changes what was written."""
+    if job.merge is None:
+        return
+    for weight in job.merge.weights():
+        given = "by tensor" if weight.given is None else f"{weight.given:g}"
+        effective = "by tensor" if weight.effective is None else f"{weight.effective:g}"
+        density = "" if weight.density is None else f", density {weight.density:g}"
+        changed = "" if given == effective else f" (written {given}, normalised)"
+        job.progress.note(f"weight {effective}{changed}{density}: {weight.model}")
+
+
+@app.command()
+def merge(
+    recipe: RecipeFile,
+    out: Annotated[
+        Optional[Path], typer.Option(help="Write the checkpoint into this new folder.", show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace the folder if it exists.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    store: StoreFolder = None,
+) -> None:
+    """Write the merged model as a checkpoint, by mergekit's engine.
+
+    Without `--out` it is kept in the store, and later commands load it from there instead of merging in memory. `run`
+    and `capture` need no checkpoint on disk.
+    """
+    with _told(as_json):
+        job = _open(recipe, store, quiet)
+        _show_weights(job)
+        place = job.write_merged(out, force)
+        weights = [vars(weight) for weight in job.merge.weights()] if job.merge else []
+        if as_json:
+            return _print_json({"merged": str(place), "weights": weights, "seed": job.recipe.merge_seed})
+        typer.echo(place)
+
+
+@app.command()
+def capture(recipe: RecipeFile, as_json: Json = False, quiet: Quiet = False, store: StoreFolder = None) -> None:
+    """Read calibration and held-out text with each target and the merged model, and keep their final hidden states.
+
+    Targets also write the held-out text, greedily. States are found again by the content of weights, tokens and
+    settings.
+    """
+    with _told(as_json):
+        job = _open(recipe, store, quiet)
+        job.capture()
+        rows = [row for member in job.members.values() for row in job.describe_states(member)]
+        if as_json:
+            return _print_json({"states": rows, "reused": job.reused})
+        _print_rows("Captured states", rows)
+
+
+@app.command()
+def bias(recipe: RecipeFile, as_json: Json = False, quiet: Quiet = False, store: StoreFolder = None) -> None:
+    """How far the merged model's states are from each target's, by position, and where errors matter (Figures 1 and 2).
+
+    δ is the mean absolute difference of a state (Eq. 2); `late_over_early` compares positions 100-256 with 0-50.
+    """
+    with _told(as_json):
+        job = _open(recipe, store, quiet)
+        job.capture()
+        rows = []
+        for member in job.members.values():
+            report, artifact = job.bias(member)
+            rows.append({"domain": member.name, **report.summary(), "path": str(artifact.path / "bias.parquet")})
+        if as_json:
+            return _print_json({"bias": rows})
+        shown = ("domain", "tokens", "mean", "early", "late", "late_over_early", "slope", "mean_entropy")
+        _print_rows("Bias on held-out text", [{key: row[key] for key in shown} for row in rows])
+
+
+@app.command()
+def calibrate(
+    recipe: RecipeFile,
+    domain: Annotated[
+        Optional[list[str]], typer.Option(help="Only this domain; may be given again.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    store: StoreFolder = None,
+) -> None:
+    """Train the recipe's surgery modules on captured states. No language model is loaded if the states are there."""
+    with _told(as_json):
+        job = _open(recipe, store, quiet)
+        members = job.chosen(domain)
+        job.capture()
+        rows = [job.describe_surgery(member, surgery) for member in members for surgery in job.recipe.surgery]
+        if as_json:
+            return _print_json({"surgery": rows})
+        _print_rows("Trained modules", [{key: value for key, value in row.items() if key != "path"} for row in rows])
+
+
+@app.command()
+def generate(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="A recipe, or the folder of a run.", show_default=False)
+    ],
+    domain: Annotated[
+        str,
+        typer.Option(
+            "--domain", "-d", help="Whose correction acts; also chooses the chat template.", show_default=False
+        ),
+    ],
+    prompt: Annotated[
+        Optional[str], typer.Option("--prompt", "-p", help="The prompt; stdin by default.", show_default=False)
+    ] = None,
+    surgery: Annotated[
+        Optional[str], typer.Option(help="Which module, by label; the recipe's last by default.", show_default=False)
+    ] = None,
+    uncorrected: Annotated[bool, typer.Option(help="The merged model as it is.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    raw: Annotated[bool, typer.Option(help="The prompt as it is: no template of the recipe.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    store: StoreFolder = None,
+) -> None:
+    """Write text with the corrected model, token by token.
+
+    The domain is named by you and never guessed. What the recipe does to prompts (its template, the chat template) is
+    done to this one too, unless `--raw`.
+    """
+    with _told(as_json):
+        if prompt is None and sys.stdin.isatty():
+            raise SutureError("give a prompt with --prompt, or on stdin")
+        job = _open(recipe, store, quiet)
+        from suture.generate import Settings, generate_text
+
+        (member,) = job.chosen([domain])
+        settings = Settings(max_new_tokens, temperature, top_p, seed)
+        label = None if uncorrected else job.surgery(surgery).label
+        text = prompt if prompt is not None else sys.stdin.read()
+        stream = None if as_json else lambda piece: typer.echo(piece, nl=False)
+        answer = generate_text(job, member, text, label, settings, raw=raw, stream=stream)
+        if as_json:
+            return _print_json({"domain": domain, "surgery": label, "prompt": text, **answer})
+        typer.echo()
+
+
+@app.command("list")
+def list_(
+    what: Annotated[
+        str, typer.Argument(help="methods, modules, losses or artifacts; all but artifacts by default.")
+    ] = "",
+    as_json: Json = False,
+    store: StoreFolder = None,
+) -> None:
+    """Names that recipes can use: merge methods, surgery modules, losses; or the artifacts in the store."""
+    with _told(as_json):
+        listers: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            "methods": _methods,
+            "modules": _modules,
+            "losses": _losses,
+            "artifacts": lambda: _artifacts(store),
+        }
+        if what and what not in listers:
+            raise SutureError(f"unknown list {what!r}; {did_you_mean(what, listers)}")
+        names = [what] if what else ["methods", "modules", "losses"]
+        found = {name: listers[name]() for name in names}
+        if as_json:
+            return _print_json(found)
+        for name, rows in found.items():
+            _print_rows(name, rows)
+
+
+def _methods() -> list[dict[str, Any]]:
+    _hush()
+    from suture.merge import merge_methods
+
+    return [{"name": name, "method": full} for name, full in merge_methods()]
+
+
+def _modules() -> list[dict[str, Any]]:
+    from suture.surgery import MODULES
+
+    return [{"name": name, "what": _first_line(kind)} for name, kind in MODULES.items()]
+
+
+def _losses() -> list[dict[str, Any]]:
+    from suture.losses import LOSSES
+
+    return [{"name": name, "what": _first_line(function)} for name, function in LOSSES.items()]
+
+
+def _artifacts(store: Path | None) -> list[dict[str, Any]]:
+    from suture.store import Store
+
+    return [
+        {
+            "kind": found.kind,
+            "key": found.key,
+            "made": found.spec["made"],
+            "MB": round(sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file()) / 1e6, 2),
+            "path": str(found.path),
+        }
+        for found in Store(store).list()
+    ]
+
+
+def _first_line(thing: Any) -> str:
+    return str(thing.__doc__ or "").strip().splitlines()[0]
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Look at versions, device, memory, disk and the hub; say what is missing and the command that mends it.
+
+    Exit code 1 if something that suture needs is missing.
+    """
+    with _told(as_json):
+        from suture.doctor import examine
+
+        rows = [vars(check) for check in examine()]
+        if as_json:
+            _print_json({"checks": rows})
+        else:
+            _print_rows("Environment", rows, left=4)
+        if any(row["state"] == "missing" for row in rows):
+            raise typer.Exit(1)
+
+
+def _print_rows(title: str, rows: list[dict[str, Any]], left: int = 1) -> None:
+    from suture.report.tables import plain, rich_table
+
+    if not rows:
+        typer.echo(f"{title}: none")
+        return
+    texts = [[plain(value) for value in row.values()] for row in rows]
+    numbers = sum(isinstance(value, str) for value in rows[0].values())
+    _console().print(rich_table(title, list(rows[0]), texts, max(left, numbers)))
+
+
+def main() -> None:
+    """Entry point of the `suture` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Held-out scores: on text that the target wrote for prompts nobody calibrated on, how near a model is to the target.
+
+Four metrics, all on the same tokens, those of the responses: KL(target || model) in nats, share of positions where both
+would write the same token, the model's perplexity on the text, and rho_L1 (Eq. 7 of arXiv 2608.28547).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from suture.bias import bias, reduction
+from suture.progress import SILENT, Progress
+from suture.states import HiddenCache, check_pair
+from suture.surgery import Surgery
+
+ROWS = 256  # states whose logits exist at one time
+Decode = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One row of `scores.json`."""
+
+    domain: str
+    model: str  # target, merged, or a surgery's name
+    metric: str  # kl, agreement, perplexity, rho_l1
+    split: str  # heldout or calibration
+    value: float
+    n_tokens: int
+
+    def row(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def response_rows(cache: HiddenCache) -> tuple[Tensor, Tensor]:
+    """([n] indices of the states that predict response tokens, [n] those tokens)."""
+    tokens = cache.tokens
+    last = tokens.lengths.repeat_interleave(tokens.lengths) - 1  # [N]
+    first = tokens.prompt_lengths.repeat_interleave(tokens.lengths) - 1  # [N]
+    chosen = ((tokens.positions >= first) & (tokens.positions < last)).nonzero()[:, 0]
+    return chosen, tokens.ids[chosen + 1]
+
+
+@torch.inference_mode()
+def score_heldout(
+    domain: str,
+    merged: HiddenCache,
+    target: HiddenCache,
+    surgeries: Mapping[str, Surgery],
+    decode: Decode,
+    decode_target: Decode,
+    *,
+    progress: Progress = SILENT,
+    stage: str = "score",
+) -> list[Score]:
+    """Scores of the target, the merged model and each surgery on the responses in two caches.
+
+    Args:
+        merged, target: states of both models on the same prompts and responses.
+        decode: the merged model's head, which reads corrected states too: there is one checkpoint.
+        decode_target: the target's head.
+    """
+    check_pair(merged, target)
+    rows, labels = response_rows(target)
+    states, wanted = merged.states[rows], target.states[rows]  # [n, H]
+    positions = target.tokens.positions[rows]
+    corrected = {"merged": states, **{name: surgery(states, positions) for name, surgery in surgeries.items()}}
+    sums = {name: {"kl": 0.0, "agreement": 0.0, "nll": 0.0} for name in ("target", *corrected)}
+    # on the token ids that both vocabularies have
+    size = min(decode(states[:1]).shape[-1], decode_target(wanted[:1]).shape[-1])
+    with progress.stage(stage, len(rows)) as advance:
+        for start in range(0, len(rows), ROWS):
+            part = slice(start, start + ROWS)
+            reference = torch.log_softmax(decode_target(wanted[part])[:, :size], -1)  # [m, V]
+            _add(sums["target"], reference, reference, labels[part])
+            for name, given in corrected.items():
+                _add(sums[name], torch.log_softmax(decode(given[part])[:, :size], -1), reference, labels[part])
+            advance(len(labels[part]))
+    before = bias(states, wanted)
+    count = max(len(rows), 1)
+    scores = []
+    for name, found in sums.items():
+        after = bias(corrected[name], wanted) if name in corrected else torch.zeros_like(before)
+        values = {
+            "kl": found["kl"] / count,
+            "agreement": found["agreement"] / count,
+            "perplexity": math.exp(found["nll"] / count),
+            "rho_l1": reduction(before, after),
+        }
+        scores += [Score(domain, name, metric, "heldout", value, len(rows)) for metric, value in values.items()]
+    return scores
+
+
+def _add(sums: dict[str, float], model: Tensor, target: Tensor, labels: Tensor) -> None:
+    """Add up one chunk: [m, V] log-probabilities of model and target, [m] tokens that were written."""
+    target, labels = target.to(model.device), labels.to(model.device)
+    if model is not target:
+        sums["kl"] += float(torch.nn.functional.kl_div(model, target, reduction="sum", log_target=True))
+    sums["agreement"] += float((model.argmax(-1) == target.argmax(-1)).sum())
+    sums["nll"] -= float(model.gather(-1, labels[:, None]).sum())
+
+
+@torch.inference_mode()
+def score_calibration(
+    domain: str, merged: HiddenCache, target: HiddenCache, surgeries: Mapping[str, Surgery]
+) -> list[Score]:
+    """rho_L1 on the calibration prompts themselves: against the held-out one, it shows how much is memory."""
+    check_pair(merged, target)
+    before = bias(merged.states, target.states)
+    after = {
+        "target": torch.zeros_like(before),
+        "merged": before,
+        **{
+            name: bias(surgery(merged.states, merged.tokens.positions), target.states)
+            for name, surgery in surgeries.items()
+        },
+    }
+    return [
+        Score(domain, name, "rho_l1", "calibration", reduction(before, found), len(before))
+        for name, found in after.items()
+    ]
+
+
+def gap_closed(scores: list[Score], domain: str, model: str) -> float | None:
+    """(merged - model) / (merged - target) in held-out KL; None where the merged model has no gap."""
+    value = {
+        score.model: score.value
+        for score in scores
+        if (score.domain, score.metric, score.split) == (domain, "kl", "heldout")
+    }
+    gap = value["merged"] - value["target"]
+    return (value["merged"] - value[model]) / gap if gap > 0 else None

@@ -1,0 +1,98 @@
+"""Losses between corrected and target states. Each takes flat tokens, so that no padded position is ever computed.
+
+Shapes: corrected and target [N, H]; entropy [N] in nats; heads map [N, H] to [N, V]. Equation numbers are those of
+arXiv 2608.28547.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from suture.errors import SurgeryError, did_you_mean
+
+Decode = Callable[[Tensor], Tensor]
+ROWS = 256  # states whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loss may look at, beside the corrected states: the target's states, entropies and both heads."""
+
+    target: Tensor
+    entropy: Tensor | None = None
+    decode: Decode | None = None
+    decode_target: Decode | None = None
+
+
+Loss = Callable[[Tensor, Batch], Tensor]
+
+
+def l1(corrected: Tensor, batch: Batch) -> Tensor:
+    """Mean over tokens of ||corrected - target||_1 / H (Eq. 5)."""
+    return (corrected - batch.target).abs().mean()
+
+
+def ewl1(corrected: Tensor, batch: Batch) -> Tensor:
+    """As l1, each token weighted by its entropy over the minibatch's mean entropy (Eq. 6)."""
+    assert batch.entropy is not None
+    weight = batch.entropy / batch.entropy.mean().clamp_min(1e-12)  # [N]
+    return (weight * (corrected - batch.target).abs().mean(-1)).mean()
+
+
+def kl(corrected: Tensor, batch: Batch) -> Tensor:
+    """Mean over tokens of KL(p* || p), p* = softmax(W*_U h*), p = softmax(W_U corrected), on rows both heads have."""
+    return _by_chunks(_kl_rows, corrected, batch)
+
+
+def ce(corrected: Tensor, batch: Batch) -> Tensor:
+    """Mean over tokens of -log p at the target's most probable token (hard labels)."""
+    return _by_chunks(_ce_rows, corrected, batch)
+
+
+def _by_chunks(rows: Callable[[Tensor, Tensor, Decode, Decode], Tensor], corrected: Tensor, batch: Batch) -> Tensor:
+    """Sum a loss over chunks of tokens; logits are computed again in the backward pass instead of being kept."""
+    assert batch.decode is not None
+    assert batch.decode_target is not None
+    total = corrected.new_zeros(())
+    for one, two in zip(torch.split(corrected, ROWS), torch.split(batch.target, ROWS), strict=True):
+        total = total + checkpoint(rows, one, two, batch.decode, batch.decode_target, use_reentrant=False)
+    return total / len(corrected)
+
+
+def _kl_rows(corrected: Tensor, target: Tensor, decode: Decode, decode_target: Decode) -> Tensor:
+    logits, wanted = shared_rows(decode(corrected), decode_target(target).detach())
+    return torch.nn.functional.kl_div(
+        torch.log_softmax(logits, -1), torch.log_softmax(wanted, -1), reduction="sum", log_target=True
+    )
+
+
+def _ce_rows(corrected: Tensor, target: Tensor, decode: Decode, decode_target: Decode) -> Tensor:
+    logits, wanted = shared_rows(decode(corrected), decode_target(target).detach())
+    return torch.nn.functional.cross_entropy(logits, wanted.argmax(-1), reduction="sum")
+
+
+def shared_rows(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+    """Both [N, V] logits on the token ids that both vocabularies have."""
+    size = min(one.shape[-1], two.shape[-1])
+    return one[..., :size], two[..., :size]
+
+
+LOSSES: dict[str, Loss] = {"l1": l1, "ewl1": ewl1, "kl": kl, "ce": ce}
+NEED_ENTROPY = frozenset({"ewl1"})
+NEED_HEADS = frozenset({"kl", "ce"})
+
+
+def get_loss(name: str) -> Loss:
+    """A loss by its name.
+
+    Raises:
+        SurgeryError: for an unknown one, with the nearest.
+    """
+    if name not in LOSSES:
+        raise SurgeryError(f"unknown loss {name!r}; {did_you_mean(name, LOSSES)}")
+    return LOSSES[name]

@@ -1,0 +1,338 @@
+"""Merging, all of it by mergekit's own engine: to disk, or tensor by tensor into a model in memory.
+
+Adapters are never written out as full checkpoints: mergekit reads them through a loader that adds B A to a base tensor
+when that tensor's turn comes. Nothing else in the package imports mergekit.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from suture.adapter import AdapterReader
+from suture.checkpoint import Checkpoint, parse_reference, resolve
+from suture.errors import MergeError, did_you_mean
+from suture.family import check_family
+from suture.models import model_from_tensors
+from suture.progress import SILENT, Progress
+from suture.store import FileHashes, digest, need_disk
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What one parent contributes: as written, and as it takes effect after normalisation."""
+
+    model: str
+    given: float | None  # None where it varies by tensor
+    effective: float | None
+    density: float | None
+
+
+class Merge:
+    """A mergekit configuration whose parents are found and fit together; nothing is loaded yet."""
+
+    def __init__(
+        self, config: Mapping[str, Any], folder: Path, *, seed: int = 0, trust_remote_code: bool = False
+    ) -> None:
+        from mergekit.config import MergeConfiguration
+        from pydantic import ValidationError
+
+        self.seed = seed
+        self.trust_remote_code = trust_remote_code
+        self.written = dict(config)
+        _check_method(self.written.get("merge_method"))
+        try:
+            self.config = MergeConfiguration.model_validate(config)
+        except (ValidationError, RuntimeError) as error:
+            raise MergeError(f"merge: mergekit refuses this configuration: {_lines(error)}") from error
+        unknown = sorted(set(config) - set(MergeConfiguration.model_fields))
+        if unknown:
+            raise MergeError(
+                f"merge.{unknown[0]}: unknown field; {did_you_mean(unknown[0], MergeConfiguration.model_fields)}"
+            )
+        self.parents: dict[str, Checkpoint] = {}
+        self._place(folder)
+        resized = bool(self.config.tokenizer_source or self.config.tokenizer)
+        self.notes = check_family(self.parents, rows_may_differ=resized)
+
+    def _place(self, folder: Path) -> None:
+        """Find every parent and put local folders into the configuration."""
+        from mergekit.common import ModelPath, ModelReference
+
+        def local(reference: Any) -> Any:
+            model, lora = reference.model, reference.lora
+            text = f"{model.path}@{model.revision}" if model.revision else model.path
+            if lora:
+                text += f"+{lora.path}" + (f"@{lora.revision}" if lora.revision else "")
+            name = str(reference)
+            if name not in self.parents:
+                self.parents[name] = resolve(parse_reference(text, folder))
+            found = self.parents[name]
+            return ModelReference(
+                model=ModelPath(path=str(found.base)),
+                lora=ModelPath(path=str(found.adapter)) if found.adapter else None,
+                override_architecture=reference.override_architecture,
+            )
+
+        config = self.config
+        if config.base_model:
+            config.base_model = local(config.base_model)
+        modules = [config, *(config.modules or {}).values()]
+        for part in modules:
+            for model in part.models or []:
+                model.model = local(model.model)
+            for piece in part.slices or []:
+                if piece.base_model:
+                    piece.base_model = local(piece.base_model)
+                for source in piece.sources:
+                    source.model = local(source.model)
+        if config.tokenizer_source is not None and not isinstance(config.tokenizer_source, str):
+            config.tokenizer_source = local(config.tokenizer_source)
+
+    @property
+    def donor(self) -> Checkpoint:
+        """The parent whose config and tokenizer the merged model gets: the base, else the first."""
+        return next(iter(self.parents.values()))
+
+    def fingerprint(self, hashes: FileHashes) -> str:
+        """A hash of the configuration with parents replaced by their contents, the seed and mergekit's version."""
+        by_path = {}
+        for name, parent in self.parents.items():
+            by_path[name] = parent.fingerprint(hashes)
+        text = self.config.model_dump(mode="json", exclude_none=True)
+        # local folders differ between machines: contents do not
+        places = {}
+        for name, parent in self.parents.items():
+            placed = str(parent.base) + (f"+{parent.adapter}" if parent.adapter else "")
+            places[placed] = by_path[name]
+        return digest(
+            {"config": _replaced(text, places), "seed": self.seed, "mergekit": importlib.metadata.version("mergekit")}
+        )
+
+    def need(self) -> int:
+        """Bytes of the merged weights, about."""
+        return self.donor.size
+
+    def weights(self) -> list[Weight]:
+        """The weights that take effect: given ones divided by their sum where the method normalises."""
+        from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+
+        tasks = [task.tensor_task for task in self._plan()[0] if isinstance(task.tensor_task, ExecuteMergeMethodTask)]
+        given: dict[Any, dict[str, set[float]]] = {}
+        normalised = False
+        for task in tasks:
+            normalised = normalised or bool(task.parameters.get("normalize", False))
+            for model, values in task.input_parameters.items():
+                for key in ("weight", "density"):
+                    value = values.get(key)
+                    if isinstance(value, (int, float)):
+                        given.setdefault(model, {}).setdefault(key, set()).add(float(value))
+        names = {
+            (str(parent.base), str(parent.adapter) if parent.adapter else None): name
+            for name, parent in self.parents.items()
+        }
+        single = {model: _single(values.get("weight")) for model, values in given.items()}
+        known = [value for value in single.values() if value is not None]
+        total = math.fsum(known) if normalised and len(known) == len(single) else 1.0
+        rows = []
+        sparse = any(value < 1 for values in given.values() for value in values.get("density", ()))
+        for model, values in given.items():
+            name = names.get((model.model.path, model.lora.path if model.lora else None), str(model))
+            weight = single[model]
+            # a varying weight under normalisation has no single effect
+            effective = (
+                weight / total
+                if weight is not None and total and (not normalised or len(known) == len(single))
+                else None
+            )
+            rows.append(Weight(name, weight, effective, _single(values.get("density")) if sparse else None))
+        return sorted(rows, key=lambda row: list(self.parents).index(row.model) if row.model in self.parents else 99)
+
+    def tensors(self, progress: Progress = SILENT) -> Iterator[tuple[str, Tensor]]:
+        """Merged tensors one by one, each checked to be finite; at no time are all parents in memory.
+
+        Raises:
+            MergeError: naming the first tensor that is not finite, or what mergekit refused.
+        """
+        from mergekit.common import dtype_from_name
+        from mergekit.graph import Executor
+        from mergekit.tokenizer import TokenizerInfo
+
+        saves, extra = self._plan()
+        plan = {save.tensor_task: save for save in saves}
+        with torch.random.fork_rng(), self._loaders(), progress.stage("merge", len(plan)) as advance:
+            torch.manual_seed(self.seed)
+            try:
+                for task, value in Executor(targets=[*plan, *extra]).run(quiet=True):
+                    if isinstance(value, TokenizerInfo):
+                        self.tokenizer = value.tokenizer
+                        continue
+                    advance(1)
+                    save = plan[task]
+                    if value is None and not save.optional:
+                        raise MergeError(f"mergekit gave no value for tensor {save.tensor_name}")
+                    if value is None:
+                        continue
+                    if save.dtype:
+                        value = value.to(dtype_from_name(save.dtype))
+                    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                        raise MergeError(
+                            f"merged tensor {save.tensor_name} is not finite: a parent is broken, or its dtype is too "
+                            "small for this method (try dtype: float32 in the merge)"
+                        )
+                    yield save.tensor_name, value
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise MergeError(f"mergekit stopped: {_lines(error)}") from error
+
+    tokenizer: Any = None
+
+    def config_out(self) -> Any:
+        """The merged model's config, by mergekit's rules."""
+        from mergekit.merge import _model_out_config, _update_config_vocab
+
+        architecture = self._architecture()
+        config = _model_out_config(self.config, architecture, trust_remote_code=self.trust_remote_code)
+        if self.tokenizer is not None:
+            padding = self.config.tokenizer.pad_to_multiple_of if self.config.tokenizer else None
+            _update_config_vocab(config, architecture, self.tokenizer, pad_to_multiple_of=padding)
+        return config
+
+    def model(self, dtype: torch.dtype, device: torch.device, progress: Progress = SILENT) -> Any:
+        """The merged model in memory; no checkpoint is written."""
+        tensors = {name: tensor.to(dtype) for name, tensor in self.tensors(progress)}
+        model = model_from_tensors(self.config_out(), tensors, dtype, device)
+        return with_generation_config(model, self.donor.base)
+
+    def write(self, folder: Path, progress: Progress = SILENT) -> None:
+        """The merged checkpoint in an empty folder: shards, configs, tokenizer, mergekit_config.yml."""
+        from mergekit.io.tensor_writer import TensorWriter
+
+        need_disk(folder, self.need(), "the merged checkpoint")
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = TensorWriter(str(folder), max_shard_size=5_000_000_000, safe_serialization=True)
+        for name, tensor in self.tensors(progress):
+            writer.save_tensor(name=name, tensor=tensor.contiguous(), clone=False)
+        writer.finalize()
+        self.config_out().save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        else:
+            copy_side_files(self.donor.base, folder)
+        (folder / "mergekit_config.yml").write_text(self.config.to_yaml() + "\n", encoding="utf-8")
+
+    def _architecture(self) -> Any:
+        from mergekit.architecture import get_architecture_info
+
+        try:
+            return get_architecture_info(self.config, self._options())
+        except (RuntimeError, ValueError) as error:
+            raise MergeError(f"mergekit knows no layout for these models: {_lines(error)}") from error
+
+    def _options(self) -> Any:
+        from mergekit.options import MergeOptions
+
+        return MergeOptions(trust_remote_code=self.trust_remote_code, random_seed=self.seed, quiet=True)
+
+    def _plan(self) -> tuple[list[Any], list[Any]]:
+        """mergekit's plan: a task a tensor with its name and dtype, and the tokenizer's where one is to be built."""
+        from mergekit.io.tasks import SaveTensor
+        from mergekit.plan import MergePlanner
+        from mergekit.tokenizer import BuildTokenizer
+
+        config = self.config.model_copy(deep=True)  # planning rewrites it
+        with self._loaders():
+            try:
+                planner = MergePlanner(config, self._architecture(), self._options(), self.config_out())
+                tasks = planner.plan_to_disk("")  # nothing is written until its tasks run, and those do not
+            except (RuntimeError, ValueError) as error:
+                raise MergeError(f"merge: mergekit cannot plan this: {_lines(error)}") from error
+        saves = [task for task in tasks if isinstance(task, SaveTensor)]
+        return saves, [task for task in tasks if isinstance(task, BuildTokenizer)]
+
+    def _loaders(self) -> Any:
+        return _Loaders(list(self.parents.values()), self.trust_remote_code)
+
+
+class _Loaders:
+    """mergekit's loader cache, filled with our readers for the length of a block: parents of one base share its map."""
+
+    def __init__(self, parents: list[Checkpoint], trust_remote_code: bool) -> None:
+        self.parents, self.trust_remote_code = parents, trust_remote_code
+
+    def __enter__(self) -> None:
+        from mergekit.common import ModelPath, ModelReference
+        from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
+        from mergekit.io.tasks import LoaderCache
+
+        cache = LoaderCache()
+        cache.trust_remote_code = self.trust_remote_code
+        shared: dict[Path, Any] = {}
+        for parent in self.parents:
+            if parent.base not in shared:
+                shared[parent.base] = LazyTensorLoader(ShardedTensorIndex.from_disk(str(parent.base)))
+            reader = shared[parent.base]
+            lora = ModelPath(path=str(parent.adapter)) if parent.adapter else None
+            reference = ModelReference(model=ModelPath(path=str(parent.base)), lora=lora)
+            cache.loaders[reference] = AdapterReader(reader, parent) if parent.adapter else reader
+
+    def __exit__(self, *error: object) -> None:
+        from mergekit.io.tasks import LoaderCache
+
+        LoaderCache().flush_all()
+        LoaderCache().loaders.clear()
+
+
+def merge_methods() -> list[tuple[str, str]]:
+    """(name, full name) of every method that mergekit has."""
+    from mergekit.merge_methods.registry import registered_methods
+
+    return sorted((method.spec.name, method.spec.pretty_name or method.spec.name) for method in registered_methods())
+
+
+def _check_method(name: Any) -> None:
+    known = [method for method, _ in merge_methods()]
+    if name is None:
+        raise MergeError(f"merge.merge_method: missing; known: {', '.join(known)}")
+    if name not in known:
+        raise MergeError(f"merge.merge_method: unknown method {name!r}; {did_you_mean(str(name), known)}")
+
+
+def with_generation_config(model: Any, folder: Path) -> Any:
+    """Give a model the generation config of a checkpoint folder, if that has one."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return model
+
+
+def copy_side_files(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template and generation config, from a parent to the merged checkpoint."""
+    patterns = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
+    for pattern in (*patterns, "chat_template*", "generation_config.json"):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _single(values: set[float] | None) -> float | None:
+    return next(iter(values)) if values and len(values) == 1 else None
+
+
+def _replaced(value: Any, places: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replaced(entry, places) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_replaced(entry, places) for entry in value]
+    return places.get(value, value) if isinstance(value, str) else value
+
+
+def _lines(error: Exception) -> str:
+    return " ".join(str(error).split())

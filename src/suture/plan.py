@@ -1,0 +1,210 @@
+"""A recipe made ready: its models found, its prompts split, everything checked, before any weight is read.
+
+Also what each artifact is made of: content hashes and settings, nothing of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from suture.checkpoint import Checkpoint, parse_reference, resolve
+from suture.errors import RecipeError, StoreError, did_you_mean
+from suture.family import check_family
+from suture.losses import NEED_HEADS, get_loss
+from suture.merge import Merge
+from suture.models import choose_device, choose_dtype, load_tokenizer, need_memory, tokenizer_folder
+from suture.progress import SILENT, Progress
+from suture.prompts import Split, split_prompts, tokenize
+from suture.recipe import Domain, Recipe, Surgery
+from suture.states import Tokens
+from suture.store import FileHashes, Store, need_disk
+from suture.surgery import make_surgery
+
+SPLITS = ("calibration", "heldout")
+
+
+@dataclass
+class Member:
+    """One domain, found and checked: its target, its prompts, its calibration tokens."""
+
+    name: str
+    domain: Domain
+    checkpoint: Checkpoint
+    fingerprint: str
+    tokenizer: Any
+    split: Split
+    calibration: Tokens
+    prompts: Tokens  # held-out prompts, before the target continues them
+
+
+class Plan:
+    """A recipe whose inputs are found, checked and fit together. Making one loads no weights.
+
+    Raises:
+        SutureError: whatever is wrong with recipe, models, prompts, disk or memory, before any work.
+    """
+
+    def __init__(self, recipe: Recipe, *, store: Store | None = None, progress: Progress = SILENT) -> None:
+        self.recipe, self.progress = recipe, progress
+        self.store = store or Store()
+        self.hashes = FileHashes(self.store.root.parent / "hashes.json")
+        self.started = time.monotonic()
+        self.reused: list[str] = []
+        self.device = choose_device(recipe.device)
+        self.dtype = choose_dtype(recipe.dtype, self.device)
+        for surgery in recipe.surgery:
+            get_loss(surgery.loss)
+            make_surgery(surgery.module, hidden=1 << 16, rank=1, t_max=1)
+        self.merge: Merge | None = None
+        if recipe.merge is not None:
+            config, folder = recipe.merge_config()
+            remote = recipe.trust_remote_code
+            self.merge = Merge(config, folder, seed=recipe.merge_seed, trust_remote_code=remote)
+            self.donor = self.merge.donor
+            self.fingerprint = self.merge.fingerprint(self.hashes)
+        else:
+            self.donor = resolve(parse_reference(recipe.merged or "", recipe.folder))
+            self.fingerprint = self.donor.fingerprint(self.hashes)
+        self.members = {name: self._member(name, domain) for name, domain in recipe.domains.items()}
+        self._check()
+
+    def _member(self, name: str, domain: Domain) -> Member:
+        recipe = self.recipe
+        checkpoint = resolve(parse_reference(domain.target, recipe.folder))
+        heldout = recipe.heldout.samples
+        split = split_prompts(domain, name, recipe.folder, recipe.samples, heldout, recipe.split_seed)
+        if split.dropped:
+            self.progress.note(f"{name}: {split.dropped} prompts repeat earlier ones and are left out")
+        tokenizer = load_tokenizer(tokenizer_folder(checkpoint), trust_remote_code=recipe.trust_remote_code)
+
+        def encode(texts: list[str]) -> Tokens:
+            return tokenize(
+                tokenizer, texts, chat_template=domain.chat_template, system=domain.system, max_length=recipe.max_length
+            )
+
+        calibration = encode(split.calibration)
+        cut = int((calibration.lengths == recipe.max_length).sum())
+        if cut:
+            self.progress.note(f"{name}: {cut} calibration prompts reach max_length {recipe.max_length} and may be cut")
+        fingerprint = checkpoint.fingerprint(self.hashes)
+        return Member(name, domain, checkpoint, fingerprint, tokenizer, split, calibration, encode(split.heldout))
+
+    def _check(self) -> None:
+        """What can be known before any weight is read: the family, widths, disk and memory."""
+        parents = {
+            "the merged model": self.donor,
+            **{f"the target of {n}": m.checkpoint for n, m in self.members.items()},
+        }
+        for note in check_family(parents, rows_may_differ=True):
+            self.progress.note(note)
+        text_config = self.donor.config.get("text_config", self.donor.config)
+        width = int(text_config.get("hidden_size") or text_config.get("n_embd") or 0)
+        for surgery in self.recipe.surgery:
+            if width:
+                with torch.device("meta"):
+                    make_surgery(surgery.module, width, surgery.rank, surgery.t_max)
+        size = torch.empty((), dtype=self.dtype).element_size()
+        tokens = sum(
+            len(m.calibration.ids) + len(m.prompts.ids) + len(m.prompts) * self.recipe.heldout.tokens
+            for m in self.members.values()
+        )
+        rows = int(text_config.get("vocab_size") or 0)
+        heads = (1 + len(self.members)) * rows * width * size
+        need_disk(self.store.root, 2 * tokens * width * size + heads + (1 << 20), "storing hidden states")
+        if not self.captured():
+            models = [self.donor, *(member.checkpoint for member in self.members.values())]
+            largest = max(sum(math.prod(shape) for _, shape in model.tensors.values()) for model in models) * size
+            need_memory(int(1.2 * largest) + 500_000_000, "the largest model with its activations", self.device)
+
+    def captured(self) -> bool:
+        """Whether no language model is needed any more."""
+        return all(
+            self.find_heldout(member) is not None
+            and self.store.find("head", self.head_inputs(fingerprint))
+            and self.store.find("states", self.states_inputs(fingerprint, member, split))
+            for member in self.members.values()
+            for fingerprint in (member.fingerprint, self.fingerprint)
+            for split in SPLITS
+        )
+
+    # What each artifact is made of
+
+    def head_inputs(self, fingerprint: str) -> dict[str, Any]:
+        """What makes a kept head: the model and the dtype."""
+        return {"model": fingerprint, "dtype": str(self.dtype)}
+
+    def response_inputs(self, member: Member) -> dict[str, Any]:
+        """What makes held-out text: the target, its dtype, the prompts and how much it writes."""
+        return {
+            "model": member.fingerprint,
+            "dtype": str(self.dtype),
+            "prompts": member.prompts.fingerprint(),
+            "tokens": self.recipe.heldout.tokens,
+        }
+
+    def find_heldout(self, member: Member) -> Tokens | None:
+        """Held-out prompts with what the target wrote for them, if it has."""
+        found = self.store.find("responses", self.response_inputs(member))
+        if found is None:
+            return None
+        rows = json.loads((found.path / "responses.json").read_text())
+        return Tokens.of(rows["ids"], rows["prompt_lengths"])
+
+    def heldout_tokens(self, member: Member) -> Tokens:
+        """Held-out prompts with what the target wrote for them."""
+        found = self.find_heldout(member)
+        if found is None:
+            raise StoreError(f"the responses of domain {member.name} are not captured yet: run `suture capture`")
+        return found
+
+    def states_inputs(self, fingerprint: str, member: Member, split: str) -> dict[str, Any]:
+        """What makes captured states: the model, its dtype, the tokens, and whether entropies are kept too."""
+        tokens = member.calibration if split == "calibration" else self.heldout_tokens(member)
+        # a target's states carry its entropies, and are the same for every recipe that shares it
+        entropy = fingerprint == member.fingerprint
+        return {"model": fingerprint, "dtype": str(self.dtype), "tokens": tokens.fingerprint(), "entropy": entropy}
+
+    def states_keys(self, member: Member, split: str) -> list[str]:
+        """Keys of the merged model's and the target's states."""
+        return [
+            self.store.key("states", self.states_inputs(found, member, split))
+            for found in (self.fingerprint, member.fingerprint)
+        ]
+
+    def surgery_inputs(self, member: Member, surgery: Surgery) -> dict[str, Any]:
+        """What makes a trained module: both models' states and the settings, but not its label."""
+        return {
+            "states": {split: self.states_keys(member, split) for split in SPLITS},
+            "heads": [self.fingerprint, member.fingerprint] if surgery.loss in NEED_HEADS else [],
+            "settings": surgery.model_dump(exclude={"name"}),
+        }
+
+    # Choices that commands make
+
+    def chosen(self, names: list[str] | None) -> list[Member]:
+        """Members by name, all of them where none is named.
+
+        Raises:
+            RecipeError: for an unknown domain, with the nearest.
+        """
+        for name in names or []:
+            if name not in self.members:
+                raise RecipeError(f"unknown domain {name!r}; {did_you_mean(name, self.members)}")
+        return [self.members[name] for name in names or self.members]
+
+    def surgery(self, label: str | None) -> Surgery:
+        """A surgery of the recipe by its label; the last one where none is named.
+
+        Raises:
+            RecipeError: for an unknown label, with the nearest.
+        """
+        known = {surgery.label: surgery for surgery in self.recipe.surgery}
+        if label is not None and label not in known:
+            raise RecipeError(f"unknown surgery {label!r}; {did_you_mean(label, known)}")
+        return known[label] if label is not None else self.recipe.surgery[-1]

@@ -1,0 +1,261 @@
+"""The experiment as one model: a YAML file in, every field checked, unknown keys refused with the nearest known one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from suture.errors import RecipeError, did_you_mean
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Strict(BaseModel):
+    """A part of the recipe; keys that it does not know are errors."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+
+class Prompts(Strict):
+    """Where a domain's prompts come from: a file (`path`) or a data set on the hub (`dataset`)."""
+
+    path: str | None = Field(
+        None, description="A .jsonl, .json, .parquet or .txt file (text: one prompt a line), relative to the recipe."
+    )
+    dataset: str | None = Field(None, description="A data set id for the `datasets` library.")
+    name: str | None = Field(None, description="The data set's configuration, for example `main`.")
+    split: str = Field("train", description="The data set's split.")
+    revision: str | None = Field(None, description="The data set's revision: a commit makes a run repeatable.")
+    field: str | None = Field(
+        None, description="The field that holds the prompt; `prompt` when neither field nor template is given."
+    )
+    template: str | None = Field(
+        None, description="A text with {field} places, for example `Question: {question}\\nAnswer:`."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Prompts:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("give either path or dataset")
+        if self.field is not None and self.template is not None:
+            raise ValueError("give either field or template, not both")
+        return self
+
+
+class Domain(Strict):
+    """One thing that the merged model should still do: its target, and prompts of that kind."""
+
+    target: str = Field(
+        description="The fine-tune for this domain: a checkpoint folder, `org/name[@revision]`, `base+adapter`, or an "
+        "adapter alone."
+    )
+    prompts: Prompts = Field(
+        description="Unlabelled prompts; the recipe takes calibration and held-out ones from them, never the same."
+    )
+    heldout: Prompts | None = Field(
+        None, description="Held-out prompts from elsewhere; by default the rest of `prompts`."
+    )
+    chat_template: bool = Field(False, description="Wrap each prompt in the target's chat template.")
+    system: str | None = Field(None, description="A system message for the chat template.")
+
+
+class Surgery(Strict):
+    """One correction to train: a module, a loss, and how. The defaults are the paper's DARTS."""
+
+    name: str | None = Field(
+        None, description="How tables and `--surgery` call it; `darts` for the paper's, else `<module>-<loss>`."
+    )
+    module: str = Field("darts", description="`suture list modules` names them.")
+    loss: str = Field("ewl1", description="`suture list losses` names them.")
+    rank: int = Field(16, ge=1, description="Width r of the content bottleneck.")
+    t_max: int = Field(
+        512, alias="T_max", ge=1, description="Rows of the position table; later positions get no position term."
+    )
+    steps: int = Field(500, ge=1, description="Optimiser steps (Adam, betas 0.9 and 0.999).")
+    lr: float = Field(1e-3, gt=0, description="Learning rate.")
+    batch: int = Field(8, ge=1, description="Prompts a step.")
+    seed: int = Field(0, ge=0, description="Order of the calibration prompts and start of the weights.")
+    samples: int = Field(50, ge=1, description="Calibration prompts.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="How the module is stored; it trains in float32."
+    )
+
+    @property
+    def label(self) -> str:
+        """The name in tables: `darts`, `standard-l1`, …"""
+        if self.name:
+            return self.name
+        return "darts" if (self.module, self.loss) == ("darts", "ewl1") else f"{self.module}-{self.loss}"
+
+
+class Heldout(Strict):
+    """The text that scores are measured on: what each target writes for prompts that nobody calibrated on."""
+
+    samples: int = Field(30, ge=1, description="Held-out prompts a domain.")
+    tokens: int = Field(64, ge=1, description="Tokens that the target writes for each, greedily.")
+
+
+def default_surgery() -> list[Surgery]:
+    """The published baseline and the paper's own."""
+    return [Surgery(module="standard", loss="l1"), Surgery()]
+
+
+class Recipe(Strict):
+    """One merge, its domains, and the corrections to train and compare."""
+
+    name: str | None = Field(
+        None, description="Name of the run and its folder; the recipe's file or folder by default."
+    )
+    merge: dict[str, Any] | str | None = Field(
+        None, description="A mergekit configuration, verbatim, or the path of one."
+    )
+    merged: str | None = Field(
+        None, description="Instead of `merge`: a checkpoint that is merged already, from anything."
+    )
+    merge_seed: int = Field(0, ge=0, description="Seed of random merge methods (DARE, DELLA).")
+    domains: Annotated[dict[str, Domain], Field(min_length=1)] = Field(
+        description="By name; a list of items with `name` is accepted too."
+    )
+    surgery: Annotated[list[Surgery], Field(min_length=1)] = Field(
+        default_factory=default_surgery, description="One correction or a list of them."
+    )
+    heldout: Heldout = Field(default_factory=Heldout, description="The text that scores are measured on.")
+    split_seed: int = Field(0, ge=0, description="Which prompts calibrate and which are held out.")
+    max_length: int = Field(512, ge=2, description="Prompts are cut to this many tokens.")
+    dtype: Dtype = Field("auto", description="Of forward passes: `auto` is bfloat16 on a GPU and float32 on a CPU.")
+    device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.")
+    trust_remote_code: bool = Field(False, description="Run modelling code that comes with a checkpoint.")
+    _folder: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @field_validator("domains", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        named: dict[str, Any] = {}
+        for index, item in enumerate(value):
+            if not isinstance(item, dict) or "name" not in item:
+                raise ValueError(f"item {index} of the list has no name")
+            if item["name"] in named:
+                raise ValueError(f"two domains are called {item['name']!r}")
+            named[str(item["name"])] = {key: entry for key, entry in item.items() if key != "name"}
+        return named
+
+    @field_validator("surgery", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [value]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if (self.merge is None) == (self.merged is None):
+            raise ValueError("give either merge (a mergekit configuration) or merged (a checkpoint)")
+        labels = [surgery.label for surgery in self.surgery]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"two surgeries are called {label!r}: give one of them a name")
+            if label in ("merged", "target"):
+                raise ValueError(f"a surgery cannot be called {label!r}")
+        for name in [*self.domains, *labels, *([self.name] if self.name else [])]:
+            if not NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not fit for a file name: use letters, digits, dot, dash, underscore")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths in the recipe start."""
+        return self._folder
+
+    @property
+    def samples(self) -> int:
+        """Calibration prompts that the most demanding surgery wants."""
+        return max(surgery.samples for surgery in self.surgery)
+
+    def merge_config(self) -> tuple[dict[str, Any], Path]:
+        """The mergekit configuration and the folder its relative paths start from.
+
+        Raises:
+            RecipeError: if `merge` names a file that cannot be read.
+        """
+        if isinstance(self.merge, str):
+            path = self.folder / self.merge
+            return _read_yaml(path), path.resolve().parent
+        return dict(self.merge or {}), self.folder
+
+
+def load_recipe(path: Path | str) -> Recipe:
+    """Read a recipe.
+
+    Raises:
+        RecipeError: one line a fault, each with the field's full name.
+    """
+    file = Path(path)
+    recipe = parse_recipe(_read_yaml(file), file.resolve().parent, source=str(path))
+    if recipe.name is None:
+        stem = file.resolve().parent.name if file.stem == "recipe" else file.stem
+        recipe.name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
+    return recipe
+
+
+def parse_recipe(data: Mapping[str, Any], folder: Path | None = None, source: str = "recipe") -> Recipe:
+    """A recipe from plain data; relative paths start from `folder`.
+
+    Raises:
+        RecipeError: one line a fault, each with the field's full name.
+    """
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(f"{source}:\n  " + "\n  ".join(_explain(fault) for fault in error.errors())) from error
+    if folder is not None:
+        recipe._folder = folder
+    return recipe
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise RecipeError(f"{path} should hold a mapping of fields, not {type(loaded).__name__}")
+    return loaded
+
+
+def _explain(fault: Any) -> str:
+    where = ".".join(str(part) for part in fault["loc"]) or "recipe"
+    if fault["type"] == "extra_forbidden":
+        *parents, word = fault["loc"]
+        return f"{where}: unknown field; {did_you_mean(str(word), _fields_at(parents))}"
+    if fault["type"] == "missing":
+        return f"{where}: missing"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" + ("" if fault["type"] == "value_error" else f" (got {_short(fault.get('input'))})")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _fields_at(parents: list[Any]) -> list[str]:
+    """Field names of the part of the recipe that a location points into."""
+    parts: dict[str, type[Strict]] = {"domains": Domain, "surgery": Surgery, "heldout": Heldout, "prompts": Prompts}
+    place: type[Strict] = Recipe
+    for depth, part in enumerate(parents):
+        # a domain's `heldout` is a source of prompts, the recipe's is how much text
+        place = Prompts if part == "heldout" and depth else parts.get(str(part), place)
+    return [field.alias or name for name, field in place.model_fields.items()]

@@ -1,0 +1,78 @@
+"""Tables: held-out scores for a terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from suture.evaluate.heldout import Score, gap_closed
+
+HEADER = ("domain", "model", "KL to target", "gap closed", "agreement", "perplexity", "ρ L1", "ρ L1 calibration")
+
+
+def score_rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
+    """One row a domain and model: held-out figures, and rho on the calibration prompts beside them."""
+    value = {(score.domain, score.model, score.metric, score.split): score.value for score in scores}
+    rows: list[tuple[str, ...]] = []
+    for domain, model in dict.fromkeys((score.domain, score.model) for score in scores):
+        closed = gap_closed(list(scores), domain, model)
+        rows.append(
+            (
+                domain,
+                model,
+                f"{value[domain, model, 'kl', 'heldout']:.4f}",
+                "" if closed is None else f"{100 * closed:.1f}%",
+                f"{100 * value[domain, model, 'agreement', 'heldout']:.1f}%",
+                f"{value[domain, model, 'perplexity', 'heldout']:.3f}",
+                f"{100 * value[domain, model, 'rho_l1', 'heldout']:.1f}%",
+                f"{100 * value[domain, model, 'rho_l1', 'calibration']:.1f}%",
+            )
+        )
+    return rows
+
+
+def verdicts(scores: Sequence[Score]) -> list[str]:
+    """A plain sentence for each domain and surgery: what it did to the held-out KL, worse included."""
+    said = []
+    for domain, model in dict.fromkeys((score.domain, score.model) for score in scores):
+        closed = gap_closed(list(scores), domain, model)
+        if model in ("target", "merged") or closed is None:
+            continue
+        if closed >= 0:
+            said.append(f"{domain}: {model} closes {100 * closed:.1f}% of the merged model's held-out KL gap")
+        else:
+            said.append(f"{domain}: {model} makes the merged model worse (held-out KL gap {100 * -closed:.1f}% wider)")
+    return said
+
+
+def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> Any:
+    """A table for the terminal; the first `left` columns are text, the rest figures."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left)
+    previous = ""
+    for row in rows:
+        if previous and row[0] != previous:
+            table.add_section()
+        previous = row[0]
+        table.add_row(*row)
+    return table
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> str:
+    """The same as Markdown."""
+    lines = [
+        "| " + " | ".join(header) + " |",
+        "|" + "|".join("---" if i < left else "---:" for i in range(len(header))) + "|",
+    ]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def plain(value: Any) -> str:
+    """A cell's text: floats with four significant digits."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,129 @@
+"""What flows between the stages: token ids, and hidden states on them. Ragged, on disk and in memory; tensors only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from suture.errors import StoreError, SurgeryError
+from suture.store import digest
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of several sequences, ragged: one after another, without padding.
+
+    Attributes:
+        ids: [N] token ids of all sequences, N their total length.
+        lengths: [S] tokens of each sequence.
+        prompt_lengths: [S] how many of them are the prompt; the rest is what a target wrote.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def starts(self) -> Tensor:
+        """[S] index of each sequence's first token."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @property
+    def positions(self) -> Tensor:
+        """[N] position of each token, counted from its sequence's first."""
+        return torch.arange(len(self.ids)) - self.starts.repeat_interleave(self.lengths)
+
+    @property
+    def sequences(self) -> list[Tensor]:
+        """The ids as one tensor a sequence."""
+        return list(torch.split(self.ids, self.lengths.tolist()))
+
+    def fingerprint(self) -> str:
+        """A hash of the content."""
+        return digest([self.ids.tolist(), self.lengths.tolist(), self.prompt_lengths.tolist()])
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> Tokens:
+        """From lists of ids; without `prompt_lengths` all of each is prompt."""
+        lengths = [len(sequence) for sequence in sequences]
+        return cls(
+            torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.long),
+            torch.tensor(lengths, dtype=torch.long),
+            torch.tensor(list(prompt_lengths or lengths), dtype=torch.long),
+        )
+
+
+@dataclass(frozen=True)
+class HiddenCache:
+    """Final hidden states of one model on one set of tokens, ragged.
+
+    Attributes:
+        tokens: the tokens that were read.
+        states: [N, H] after the final norm, the head's input, in the dtype of the forward pass.
+        entropy: [N] of the model's own next-token distribution in nats, or None where nobody asked.
+    """
+
+    tokens: Tokens
+    states: Tensor
+    entropy: Tensor | None = None
+
+    def save(self, folder: Path) -> None:
+        """Write `cache.safetensors` into a folder."""
+        tensors = {
+            "states": self.states,
+            "ids": self.tokens.ids,
+            "lengths": self.tokens.lengths,
+            "prompt_lengths": self.tokens.prompt_lengths,
+        }
+        if self.entropy is not None:
+            tensors["entropy"] = self.entropy
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / "cache.safetensors")
+
+    @classmethod
+    def load(cls, folder: Path) -> HiddenCache:
+        """Read what `save` wrote."""
+        file = folder / "cache.safetensors"
+        if not file.exists():
+            raise StoreError(f"{folder} holds no captured states")
+        found = load_file(file)
+        return cls(
+            Tokens(found["ids"], found["lengths"], found["prompt_lengths"]), found["states"], found.get("entropy")
+        )
+
+    def first(self, sequences: int) -> HiddenCache:
+        """The first sequences only."""
+        if sequences >= len(self.tokens):
+            return self
+        lengths = self.tokens.lengths[:sequences]
+        end = int(lengths.sum())
+        tokens = Tokens(self.tokens.ids[:end], lengths, self.tokens.prompt_lengths[:sequences])
+        return HiddenCache(tokens, self.states[:end], None if self.entropy is None else self.entropy[:end])
+
+    def to(self, device: torch.device) -> HiddenCache:
+        """States and entropies on a device; tokens stay where they are."""
+        entropy = None if self.entropy is None else self.entropy.to(device)
+        return HiddenCache(self.tokens, self.states.to(device), entropy)
+
+
+def check_pair(merged: HiddenCache, target: HiddenCache) -> None:
+    """Refuse states that were not captured on the same tokens, or are of another width.
+
+    Raises:
+        SurgeryError: with what differs.
+    """
+    if not torch.equal(merged.tokens.ids, target.tokens.ids) or not torch.equal(
+        merged.tokens.lengths, target.tokens.lengths
+    ):
+        raise SurgeryError("merged and target states were captured on different tokens: capture both on the same ones")
+    if merged.states.shape != target.states.shape:
+        raise SurgeryError(
+            f"merged and target states differ in shape, {list(merged.states.shape)} and {list(target.states.shape)}"
+        )

@@ -1,0 +1,62 @@
+"""What every surgery module is: a correction subtracted from final hidden states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Surgery(nn.Module):
+    """h - correction(h, positions); a new module corrects nothing.
+
+    Args:
+        hidden: H, width of the states.
+        rank: r, width of the content bottleneck.
+        t_max: rows of a position table, where the module has one.
+    """
+
+    def __init__(self, hidden: int, rank: int = 16, t_max: int = 512) -> None:
+        super().__init__()
+        self.hidden, self.rank, self.t_max = hidden, rank, t_max
+
+    def correction(self, states: Tensor, positions: Tensor) -> Tensor:
+        """What to subtract, [..., H], at states [..., H] and positions [...] (from each sequence's first token)."""
+        raise NotImplementedError
+
+    def forward(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Corrected states, [..., H], in the dtype they came in; the correction itself is computed in float32."""
+        return (states.float() - self.correction(states.float(), positions)).to(states.dtype)
+
+    def parameter_count(self) -> int:
+        """Numbers that the module adds to a model."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class Content(nn.Module):
+    """c(h) = W_up ReLU(W_down h) (Eq. 3). W_up starts at zero, W_down as nn.Linear does."""
+
+    def __init__(self, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden, rank, bias=False)  # [r, H]
+        self.up = nn.Linear(rank, hidden, bias=False)  # [H, r]
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.up(torch.relu(self.down(states)))  # [..., H]
+        return out
+
+
+class PositionTable(nn.Module):
+    """A row for each position below T_max, and zero from there on."""
+
+    def __init__(self, t_max: int, hidden: int, spread: float = 0.0) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(t_max, hidden) * spread if spread else torch.zeros(t_max, hidden))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[...] positions → [..., H]."""
+        size = len(self.rows)
+        inside = (positions >= 0) & (positions < size)
+        # embedding, unlike indexing, adds gradients up in a fixed order
+        found = nn.functional.embedding(positions.clamp(0, size - 1), self.rows)
+        return found * inside.unsqueeze(-1)
