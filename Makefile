@@ -2,16 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# CPU build by default; on a machine with a GPU: make setup TORCH=torch
+# the torch that suture is developed with; any other: make setup TORCH="torch==2.9.1"
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?=
 
 .PHONY: setup base demo test test-slow check docs docs-serve clean
 
 $(BIN)/suture: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(TORCH_INDEX) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[dev,gguf]"
 	@touch $(BIN)/suture
 

@@ -14,7 +14,7 @@ from suture.checkpoint import Checkpoint, weight_files
 from suture.errors import MergeError
 
 # settings under which an adapter is more than W + (alpha / r) B A
-UNUSUAL = ("use_dora", "fan_in_fan_out", "modules_to_save", "layer_replication", "trainable_token_indices", "lora_bias")
+UNUSUAL = ("use_dora", "modules_to_save", "layer_replication", "trainable_token_indices", "lora_bias")
 KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
 
 
@@ -28,6 +28,7 @@ class AdapterReader:
     def __init__(self, base: Any, checkpoint: Checkpoint) -> None:
         self.base, self.index = base, base.index
         self.factors = lora_factors(checkpoint)
+        self.transposed = bool(checkpoint.adapter_config.get("fan_in_fan_out"))  # GPT-2 stores [in, out]
 
     def get_tensor(
         self, key: str, device: str = "cpu", aliases: list[str] | None = None, raise_on_missing: bool = True
@@ -38,7 +39,7 @@ class AdapterReader:
             return tensor
         down, up, scale = self.factors[key]
         delta = (up.to(device).float() @ down.to(device).float()) * scale  # [out, in]
-        return (tensor.float() + delta).to(tensor.dtype)
+        return (tensor.float() + (delta.T if self.transposed else delta)).to(tensor.dtype)
 
     def flush(self) -> None:
         """Close the base's shard."""

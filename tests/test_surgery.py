@@ -1,0 +1,161 @@
+"""Surgery modules and losses against the paper's equations, written out token by token in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from suture.errors import StoreError, SurgeryError
+from suture.losses import LOSSES, Batch, get_loss
+from suture.surgery import MODULES, Surgery, load_surgery, make_surgery, save_surgery
+
+H, R, T_MAX, V = 12, 3, 5, 17
+POSITIONS = torch.tensor([0, 1, 4, 5, 6, 300])  # the last three are past the table
+
+
+def random_module(name: str) -> Surgery:
+    module = make_surgery(name, H, R, T_MAX)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def bottleneck(content: torch.nn.Module, h: Tensor) -> Tensor:
+    return content.up.weight.double() @ (content.down.weight.double() @ h).clamp(min=0)
+
+
+def literal(name: str, module: Surgery, h: Tensor, t: int) -> Tensor:
+    """Corrected state of one token: Eq. 3, Eq. 4 and the variants of Table 11."""
+    row = torch.zeros(H, dtype=torch.float64)
+    if name != "standard" and t < T_MAX:
+        row = module.table.rows[t].double()
+    if name == "standard":
+        return h - bottleneck(module.content, h)
+    if name == "darts":
+        return h - bottleneck(module.content, h) - row
+    if name == "add":
+        return h - bottleneck(module.content, h + row)
+    assert name == "parallel"
+    return h - bottleneck(module.content, h) - bottleneck(module.position, row)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_module_equals_its_equation(name: str) -> None:
+    module = random_module(name)
+    h = torch.randn(6, H, generator=torch.Generator().manual_seed(1))
+    expected = torch.stack(
+        [literal(name, module, state.double(), int(t)) for state, t in zip(h, POSITIONS, strict=True)]
+    )
+    torch.testing.assert_close(module(h, POSITIONS).double(), expected, atol=1e-5, rtol=1e-5)
+    batched = module(h.view(2, 3, H), POSITIONS.view(2, 3))
+    torch.testing.assert_close(batched.view(6, H), module(h, POSITIONS))
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_new_module_is_the_identity_but_can_learn(name: str) -> None:
+    module = make_surgery(name, H, R, T_MAX)
+    h = torch.randn(6, H)
+    assert torch.equal(module(h, POSITIONS), h)
+    (module(h, POSITIONS) ** 2).sum().backward()
+    assert float(module.content.up.weight.grad.abs().sum()) > 0
+    if name == "parallel":  # a zero embedding would never get a gradient
+        assert float(module.position.up.weight.grad.abs().sum()) > 0
+
+
+def test_parameter_counts_and_stored_sizes_of_the_paper(tmp_path: Path) -> None:
+    """Table 8, Table 11 and Table 13: H = 4096, r = 16, T_max = 512."""
+    counts = {name: make_surgery(name, 4096, 16, 512).parameter_count() for name in MODULES}
+    assert counts["standard"] == 131_072
+    assert counts["darts"] == counts["add"] == 2_228_224
+    assert counts["add"] - counts["standard"] == 2_097_152  # 2.1M
+    assert counts["parallel"] - counts["standard"] == 2_228_224  # 2.2M
+    assert make_surgery("standard", 4096, 128).parameter_count() == 1_048_576
+    for name, size in (("standard", 262_144), ("darts", 4_456_448)):
+        save_surgery(make_surgery(name, 4096, 16, 512), tmp_path / name)
+        stored = (tmp_path / name / "surgery.safetensors").stat().st_size
+        assert size < stored < size + 1024
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_module_survives_the_disk_in_bfloat16(name: str, tmp_path: Path) -> None:
+    module = random_module(name)
+    save_surgery(module, tmp_path)
+    found = load_surgery(tmp_path)
+    assert type(found) is MODULES[name]
+    for key, tensor in module.state_dict().items():
+        assert torch.equal(found.state_dict()[key], tensor.bfloat16().float())
+    assert json.loads((tmp_path / "surgery.json").read_text()) == {
+        "module": name,
+        "hidden": H,
+        "rank": R,
+        "t_max": T_MAX,
+    }
+
+
+def batch_of(n: int = 7) -> tuple[Tensor, Batch, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    corrected, target = (torch.randn(n, H, generator=generator) for _ in range(2))
+    head, head_target = (torch.randn(size, H, generator=generator) for size in (V, V + 2))
+    entropy = torch.rand(n, generator=generator)
+    batch = Batch(target, entropy, lambda states: states @ head.T, lambda states: states @ head_target.T)
+    return corrected, batch, head.double(), head_target.double()
+
+
+def literal_loss(name: str, corrected: Tensor, batch: Batch, head: Tensor, head_target: Tensor) -> float:
+    total, weights = 0.0, 0.0
+    assert batch.entropy is not None
+    mean_entropy = sum(float(value) for value in batch.entropy.double()) / len(corrected)
+    for c, h, e in zip(corrected.double(), batch.target.double(), batch.entropy.double(), strict=True):
+        distance = float((c - h).abs().sum()) / H
+        p_star = torch.softmax((head_target @ h)[:V], 0)
+        log_p = torch.log_softmax(head @ c, 0)
+        total += {
+            "l1": distance,
+            "ewl1": float(e) / mean_entropy * distance,
+            "kl": float((p_star * (p_star.log() - log_p)).sum()),
+            "ce": -float(log_p[int(p_star.argmax())]),
+        }[name]
+        weights += 1
+    return total / weights
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_loss_equals_its_equation(name: str) -> None:
+    """Eq. 5, Eq. 6 and Table 5's others; the target's vocabulary has two more rows."""
+    corrected, batch, head, head_target = batch_of()
+    found = float(get_loss(name)(corrected, batch))
+    assert found == pytest.approx(literal_loss(name, corrected, batch, head, head_target), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kl", "ce"])
+def test_chunked_losses_have_the_gradient_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    corrected, batch, _, _ = batch_of(11)
+    gradients = []
+    for rows in (100, 3):
+        monkeypatch.setattr("suture.losses.ROWS", rows)
+        leaf = corrected.clone().requires_grad_(True)
+        get_loss(name)(leaf, batch).backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-5)
+
+
+def test_constant_entropy_makes_ewl1_equal_l1() -> None:
+    corrected, batch, _, _ = batch_of()
+    same = Batch(batch.target, torch.full((7,), 2.5))
+    torch.testing.assert_close(LOSSES["ewl1"](corrected, same), LOSSES["l1"](corrected, same))
+
+
+def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(SurgeryError, match="did you mean 'darts'"):
+        make_surgery("dart", H)
+    with pytest.raises(SurgeryError, match="did you mean 'ewl1'"):
+        get_loss("ewl")
+    with pytest.raises(SurgeryError, match="rank is 13, above the width of the states, 12"):
+        make_surgery("darts", H, 13)
+    with pytest.raises(StoreError, match="holds no surgery module"):
+        load_surgery(tmp_path)
