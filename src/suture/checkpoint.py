@@ -14,7 +14,7 @@ from suture.store import FileHashes, digest, home
 
 LFS_MARK = b"version https://git-lfs"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-SIDE_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
+SIDE_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "*.py")
 # fields of a config that say where it came from, not what it computes
 PROVENANCE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
@@ -46,8 +46,11 @@ def parse_reference(text: str, folder: Path | None = None) -> Reference:
     """
     base_text, plus, adapter_text = text, "", ""
     if not _existing(text, folder):
-        base_text, plus, adapter_text = text.partition("+")
-    if not base_text or (plus and not adapter_text) or "+" in adapter_text:
+        # a folder's own name may hold a +: of all places to part the text, one whose halves are there comes first
+        cuts = [(text[:at], "+", text[at + 1 :]) for at, sign in enumerate(text) if sign == "+"]
+        there = [sum(bool(half and _existing(half, folder)) for half in (cut[0], cut[2])) for cut in cuts]
+        base_text, plus, adapter_text = cuts[there.index(max(there))] if cuts else (text, "", "")
+    if not base_text or (plus and not adapter_text) or ("+" in adapter_text and not _existing(adapter_text, folder)):
         raise ModelError(
             f"cannot read the model reference {text!r}: write a folder, org/name[@revision], or base+adapter"
         )
@@ -72,8 +75,9 @@ def _split_revision(text: str, folder: Path | None) -> tuple[str, str | None]:
     name, at, revision = text.partition("@")
     if at and not revision:
         raise ModelError(f"{text!r} ends in @ without a revision")
-    local = _existing(name, folder)
-    return (str(local) if local else name), (revision or None)
+    if at and _existing(name, folder):
+        raise ModelError(f"{text!r} asks for a revision, but {name} is a local folder, which has none: leave out the @")
+    return name, (revision or None)
 
 
 def locate(name: str, revision: str | None = None) -> Path:
@@ -98,9 +102,10 @@ def locate(name: str, revision: str | None = None) -> Path:
     except Exception as error:  # the hub's client raises many kinds; each ends in the same advice
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         at = f"@{revision}" if revision else ""
+        without = f" and leave out {at}" if at else ""
         raise ModelError(
             f"{name}{at} is neither a local folder nor to be had from the hub ({reason}); "
-            f"without a connection, put the checkpoint into {kept}"
+            f"without a connection, put the checkpoint into {kept}{without}"
         ) from error
     return Path(found)
 
@@ -121,12 +126,12 @@ class Checkpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json of the base."""
-        return _read_json(self.base / "config.json", "a model folder needs one")
+        return read_json(self.base / "config.json", "a model folder needs one")
 
     @cached_property
     def adapter_config(self) -> dict[str, Any]:
         """adapter_config.json, or an empty dict for a full checkpoint."""
-        return _read_json(self.adapter / "adapter_config.json", "an adapter needs one") if self.adapter else {}
+        return read_json(self.adapter / "adapter_config.json", "an adapter needs one") if self.adapter else {}
 
     @cached_property
     def shards(self) -> list[Path]:
@@ -147,16 +152,22 @@ class Checkpoint:
         return sum(shard.stat().st_size for shard in self.shards)
 
     def fingerprint(self, hashes: FileHashes) -> str:
-        """A hash of weights and of the config fields that change what is computed."""
+        """A hash of weights, of the config fields that change what is computed, of end tokens and modelling code."""
+        generation = self.base / "generation_config.json"
+        settings = read_json(generation, "") if generation.exists() else {}
         parts: dict[str, Any] = {
             "weights": sorted(hashes.of(shard) for shard in self.shards),
             "config": {key: value for key, value in self.config.items() if key not in PROVENANCE},
+            "ends": settings.get("eos_token_id"),  # where a target's held-out text stops
         }
+        if self.config.get("auto_map"):
+            parts["code"] = sorted(hashes.of(file) for file in self.base.glob("*.py"))
         if self.adapter:
             parts["adapter"] = [hashes.of(file) for file in weight_files(self.adapter)]
             dropped = ("base_model_name_or_path", "peft_version", "revision", "inference_mode")
             settings = {key: value for key, value in self.adapter_config.items() if key not in dropped}
-            settings["target_modules"] = sorted(settings.get("target_modules") or [])
+            targets = settings.get("target_modules")
+            settings["target_modules"] = sorted(targets) if isinstance(targets, list) else targets
             parts["adapter_config"] = settings
         return digest(parts)
 
@@ -169,13 +180,18 @@ def resolve(reference: Reference) -> Checkpoint:
     """
     folder = locate(reference.path, reference.revision)
     if reference.adapter is None and (folder / "adapter_config.json").exists():
-        settings = _read_json(folder / "adapter_config.json", "an adapter needs one")
+        settings = read_json(folder / "adapter_config.json", "an adapter needs one")
         base = settings.get("base_model_name_or_path")
         if not base:
             raise ModelError(f"{folder}/adapter_config.json names no base model: write it as base+{reference.path}")
-        revision = settings.get("revision")
-        reference = Reference(str(base), revision, reference.path, reference.revision)
-        folder = locate(reference.path, reference.revision)
+        # a relative path is PEFT's, from the working folder; an adapter that moved with its base finds it beside itself
+        near = None if Path(base).is_dir() else _existing(str(base), folder)
+        reference = Reference(str(near or base), settings.get("revision"), reference.path, reference.revision)
+        try:
+            folder = locate(reference.path, None if near else reference.revision)
+        except ModelError as error:
+            config = folder / "adapter_config.json"
+            raise ModelError(f"the base that {config} names: {error}, or write base+{reference.adapter}") from error
     adapter = locate(reference.adapter, reference.adapter_revision) if reference.adapter else None
     checkpoint = Checkpoint(replace(reference), folder, adapter)
     _ = checkpoint.config, checkpoint.shards  # fail here, before any work
@@ -192,7 +208,15 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(_read_json(index, "the index of the shards").get("weight_map", {}).values()))
+        listed = read_json(index, "the index of the shards").get("weight_map")
+        names = sorted(set(listed.values())) if isinstance(listed, dict) else []
+        if not names:
+            raise ModelError(f"{index} names no shards (weight_map): download it again")
+        if (folder / "model.safetensors").exists():
+            raise ModelError(
+                f"{folder} has both model.safetensors and an index of shards, and libraries differ in which they "
+                "read: remove the one that is out of date"
+            )
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise ModelError(
@@ -235,20 +259,29 @@ def header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise ModelError(f"{file} is not a safetensors file, or is cut short: download it again")
         try:
             entries: dict[str, Any] = json.loads(handle.read(length))
-        except ValueError as error:
+            entries.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            found = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise ModelError(f"{file} has a broken safetensors header: download it again") from error
-    entries.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if 8 + length + end > size:
         raise ModelError(f"{file} is cut short ({size} of {8 + length + end} bytes): download it again")
-    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+    return found
 
 
-def _read_json(path: Path, why: str) -> dict[str, Any]:
+def read_json(path: Path, why: str) -> dict[str, Any]:
+    """A JSON object from a file of a checkpoint; `why` ends the message when there is none.
+
+    Raises:
+        ModelError: for a missing file, a Git LFS pointer, or anything but a JSON object.
+    """
     if not path.exists():
         raise ModelError(f"{path} is missing: {why}")
+    content = path.read_bytes()
+    if content.startswith(LFS_MARK):
+        raise ModelError(f"{path} is a Git LFS pointer: run `git lfs pull` in its folder or download it again")
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = json.loads(content.decode("utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from suture.checkpoint import Checkpoint, header, weight_files
-from suture.errors import FamilyError
+from suture.checkpoint import Checkpoint, header, read_json, weight_files
+from suture.errors import FamilyError, ModelError
 
 # fields that make the same weights compute something else
 BLOCKING = (
@@ -50,15 +50,14 @@ def check_family(parents: Mapping[str, Checkpoint], *, rows_may_differ: bool = F
     notes: list[str] = []
     for name in names[1:]:
         first, other = parents[names[0]], parents[name]
-        if first.base == other.base:
-            problems += _adapter_problems(name, other)
-            continue
-        problems += _field_problems(names[0], first, name, other)
-        problems += _tensor_problems(names[0], first, name, other, rows_may_differ)
+        if first.base != other.base:
+            problems += _field_problems(names[0], first, name, other)
+            problems += _tensor_problems(names[0], first, name, other, rows_may_differ)
+        # an adapter may bring its own tokenizer
         problems += _moved_tokens(names[0], first, name, other)
         notes += _added_tokens(names[0], first, name, other)
         problems += _adapter_problems(name, other)
-        limits = [each.config.get("max_position_embeddings") for each in (first, other)]
+        limits = [_text_config(each).get("max_position_embeddings") for each in (first, other)]
         if limits[0] != limits[1]:
             notes.append(f"max_position_embeddings: {limits[0]} in {names[0]}, {limits[1]} in {name}")
     if names:
@@ -66,6 +65,11 @@ def check_family(parents: Mapping[str, Checkpoint], *, rows_may_differ: bool = F
     if problems:
         raise FamilyError("these models do not belong together:\n  " + "\n  ".join(problems))
     return notes
+
+
+def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The config of the language model, which a multimodal one keeps a level deeper."""
+    return {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,12 +82,14 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _field_problems(first_name: str, first: Checkpoint, name: str, other: Checkpoint) -> list[str]:
-    one, two = dict(first.config), dict(other.config)
-    for config in (one, two):
-        rope = _rope(config)
+    one, two = _text_config(first), _text_config(other)
+    ropes = [_rope(config) for config in (one, two)]
+    # without rope_theta the architecture's default holds, or each kind of layer has its own: such compare with such
+    comparable = len({rope["rope_theta"] is None for rope in ropes}) == 1
+    for config, rope in zip((one, two), ropes, strict=True):
         for key in ("rope_theta", "rope_scaling", "rope_parameters"):
             config.pop(key, None)
-        if rope.get("rope_theta") is not None:
+        if comparable:
             config["rope_parameters"] = rope
     return [
         f"config field {field}: {one.get(field)} in {first_name}, {two.get(field)} in {name}"
@@ -98,7 +104,12 @@ def _tensor_problems(
     one, two = first.tensors, other.tensors
     problems = []
     # a tied head may be stored or left out: both are the same model
-    optional = {key for key in one.keys() ^ two.keys() if key.endswith("lm_head.weight")}
+    optional = {
+        key
+        for here, there, lacking in ((one, two, other), (two, one, first))
+        for key in here.keys() - there.keys()
+        if key.endswith("lm_head.weight") and _text_config(lacking).get("tie_word_embeddings") is not False
+    }
     if missing := sorted(one.keys() - two.keys() - optional):
         problems.append(f"{name} lacks {len(missing)} tensors of {first_name}: {_some(missing)}")
     if extra := sorted(two.keys() - one.keys() - optional):
@@ -118,25 +129,32 @@ def _tensor_problems(
 
 
 def vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
-    """token → id from tokenizer.json with its added tokens; None where the folder has no such file."""
+    """token → id from tokenizer.json with its added tokens; None where the folder has no such file.
+
+    Raises:
+        ModelError: for a file that is there but cannot be read.
+    """
     file = (checkpoint.adapter or checkpoint.base) / "tokenizer.json"
     if not file.exists():
         file = checkpoint.base / "tokenizer.json"
     if not file.exists():
         return None
-    loaded = json.loads(file.read_text(encoding="utf-8"))
-    vocab = loaded["model"].get("vocab") or {}
-    tokens = (
-        {str(token): int(index) for token, index in vocab.items()}
-        if isinstance(vocab, dict)
-        else {str(entry[0]): index for index, entry in enumerate(vocab)}  # unigram: [token, score] by rank
-    )
-    tokens.update({str(added["content"]): int(added["id"]) for added in loaded.get("added_tokens") or []})
+    loaded = read_json(file, "the tokenizer")
+    try:
+        vocab = loaded["model"].get("vocab") or {}
+        tokens = (
+            {str(token): int(index) for token, index in vocab.items()}
+            if isinstance(vocab, dict)
+            else {str(entry[0]): index for index, entry in enumerate(vocab)}  # unigram: [token, score] by rank
+        )
+        tokens.update({str(added["content"]): int(added["id"]) for added in loaded.get("added_tokens") or []})
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{file} is not a tokenizer that can be read: download it again") from error
     return tokens
 
 
 def _per_token(shape: tuple[int, ...], checkpoint: Checkpoint) -> bool:
-    return len(shape) > 0 and shape[0] == checkpoint.config.get("vocab_size")
+    return len(shape) > 0 and shape[0] == _text_config(checkpoint).get("vocab_size")
 
 
 def _moved_tokens(first_name: str, first: Checkpoint, name: str, other: Checkpoint) -> list[str]:
@@ -169,23 +187,38 @@ def _added_tokens(first_name: str, first: Checkpoint, name: str, other: Checkpoi
 
 
 def _adapter_problems(name: str, checkpoint: Checkpoint) -> list[str]:
-    """An adapter whose factors do not fit the base's weights."""
+    """An adapter whose factors do not fit the base's weights, or belong to layers that the base does not have."""
     if checkpoint.adapter is None:
         return []
     problems = []
     tensors = checkpoint.tensors
+    patterns = {_numberless(key) for key in tensors}
+    absent: set[str] = set()
     for file in weight_files(checkpoint.adapter):
         for key, (_, shape) in header(file).items():
             module, lora, side = key.removeprefix("base_model.model.").rpartition(".lora_")
             weight = tensors.get(f"{module}.weight")
+            # names that occur nowhere may be another spelling; the same name with another number is a missing layer
+            if lora and weight is None and _numberless(f"{module}.weight") in patterns:
+                absent.add(module)
             if not lora or weight is None or len(weight[1]) != 2 or len(shape) != 2:
                 continue
-            expected = sorted(weight[1]) if checkpoint.adapter_config.get("fan_in_fan_out") else list(weight[1])
-            size = shape[1] if side.startswith("A") else shape[0]
-            allowed = expected if checkpoint.adapter_config.get("fan_in_fan_out") else [expected[side.startswith("A")]]
-            if size not in allowed:
+            down = side.removeprefix("embedding_").startswith("A")  # A [r, in], B [out, r]
+            size = shape[1] if down else shape[0]
+            # weights are [out, in], an embedding's the other way round; fan_in_fan_out says nothing of which
+            turned = side.startswith("embedding_")
+            either = checkpoint.adapter_config.get("fan_in_fan_out")
+            if size not in (weight[1] if either else [weight[1][down != turned]]):
                 problems.append(f"adapter {name}: {key} {list(shape)} does not fit {module}.weight {list(weight[1])}")
+    if absent:
+        problems.append(
+            f"adapter {name}: its base lacks {len(absent)} modules that it changes: {_some(sorted(absent))}"
+        )
     return problems
+
+
+def _numberless(key: str) -> str:
+    return re.sub(r"\d+", "#", key)
 
 
 def _some(items: list[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from suture.errors import PromptError, did_you_mean
-from suture.recipe import Domain, Prompts
+from suture.recipe import Domain, Prompts, template_fields
 from suture.states import Tokens
 
 
@@ -56,20 +55,31 @@ def _rows(source: Prompts, folder: Path, where: str) -> list[Any]:
     path = folder / Path(source.path or "").expanduser()
     if not path.is_file():
         raise PromptError(f"{where}: no such file: {path}")
+    kind = path.suffix.lower()
+    if kind not in (".jsonl", ".json", ".parquet", ".txt"):
+        raise PromptError(f"{where}: {path} should end in .jsonl, .json, .parquet or .txt")
     try:
-        if path.suffix == ".parquet":
+        if kind == ".parquet":
             import pyarrow.parquet as parquet
 
             return list(parquet.read_table(path).to_pylist())
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".txt":
-            return [line for line in text.splitlines() if line.strip()]
-        if path.suffix == ".json":
+        text = path.read_text(encoding="utf-8-sig")
+        if kind == ".json":
             loaded = json.loads(text)
             if not isinstance(loaded, list):
                 raise PromptError(f"{where}: {path} should hold a list")
             return loaded
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        # not splitlines: JSON texts may hold other separators of Unicode as they are
+        lines = text.split("\n")
+        if kind == ".txt":
+            return [line for line in lines if line.strip()]
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise PromptError(f"{where}: line {number} of {path} is not JSON: {error}") from error
+        return rows
     except (ValueError, OSError) as error:
         raise PromptError(f"{where}: cannot read {path}: {error}") from error
 
@@ -79,13 +89,23 @@ def _render(source: Prompts, row: Any, index: int, where: str) -> str:
         row = {source.field or "prompt": row}
     if not isinstance(row, dict):
         raise PromptError(f"{where}: row {index} is a {type(row).__name__}, not a text or an object")
-    template = source.template or "{" + (source.field or "prompt") + "}"
-    for _, name, _, _ in string.Formatter().parse(template):
-        if name and name not in row:
+    names = [source.field or "prompt"] if source.template is None else template_fields(source.template)
+    for name in names:
+        if name not in row:
             raise PromptError(f"{where}: row {index} has no field {name!r}; {did_you_mean(name, map(str, row))}")
+        if row[name] is None or isinstance(row[name], (list, dict)):
+            kind = "empty" if row[name] is None else f"a {type(row[name]).__name__}"
+            raise PromptError(f"{where}: field {name!r} of row {index} is {kind}, not a text")
     if source.template is None:
-        return str(row[source.field or "prompt"])
-    return source.template.format_map(row)
+        return str(row[names[0]])
+    return _fill(source.template, row, where)
+
+
+def _fill(template: str, row: dict[str, Any], where: str) -> str:
+    try:
+        return template.format_map(row)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise PromptError(f"{where}: the template {template!r} cannot be filled: {error}") from error
 
 
 def apply_template(source: Prompts, text: str) -> str:
@@ -96,10 +116,10 @@ def apply_template(source: Prompts, text: str) -> str:
     """
     if source.template is None:
         return text
-    fields = list(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(source.template) if name))
+    fields = template_fields(source.template)
     if len(fields) != 1:
         raise PromptError(f"the template {source.template!r} has fields {fields}: write the whole prompt and use --raw")
-    return source.template.format_map({fields[0]: text})
+    return _fill(source.template, {fields[0]: text}, "prompt")
 
 
 def split_prompts(domain: Domain, name: str, folder: Path, calibration: int, heldout: int, seed: int) -> Split:
@@ -169,18 +189,24 @@ def tokenize(
     tokenizer adds those it always adds. Sequences are cut to `max_length` from the right.
 
     Raises:
-        PromptError: when a template is asked for that the tokenizer does not have, or a prompt has no tokens.
+        PromptError: when a template is asked for that the tokenizer does not have or that refuses the messages, or a
+            prompt has no tokens.
     """
     if chat_template:
+        from jinja2 import TemplateError
+
         if not getattr(tokenizer, "chat_template", None):
             raise PromptError("chat_template is on, but the target's tokenizer has none: turn it off or add one")
         before = [{"role": "system", "content": system}] if system else []
-        texts = [
-            tokenizer.apply_chat_template(
-                [*before, {"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-            for prompt in prompts
-        ]
+        try:
+            texts = [
+                tokenizer.apply_chat_template(
+                    [*before, {"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+                )
+                for prompt in prompts
+            ]
+        except TemplateError as error:  # templates refuse what they do not know, often a system message
+            raise PromptError(f"the target's chat template refuses these messages: {error}") from error
         encoded = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     else:
         encoded = [tokenizer(prompt).input_ids for prompt in prompts]

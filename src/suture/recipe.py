@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -50,6 +51,8 @@ class Prompts(Strict):
             raise ValueError("give either path or dataset")
         if self.field is not None and self.template is not None:
             raise ValueError("give either field or template, not both")
+        if self.template is not None:
+            template_fields(self.template)
         return self
 
 
@@ -69,6 +72,12 @@ class Domain(Strict):
     chat_template: bool = Field(False, description="Wrap each prompt in the target's chat template.")
     system: str | None = Field(None, description="A system message for the chat template.")
 
+    @model_validator(mode="after")
+    def _system_is_read(self) -> Domain:
+        if self.system is not None and not self.chat_template:
+            raise ValueError("system is part of a chat template: set chat_template to true, or leave system out")
+        return self
+
 
 class Surgery(Strict):
     """One correction to train: a module, a loss, and how. The defaults are the paper's DARTS."""
@@ -83,7 +92,7 @@ class Surgery(Strict):
         512, alias="T_max", ge=1, description="Rows of the position table; later positions get no position term."
     )
     steps: int = Field(500, ge=1, description="Optimiser steps (Adam, betas 0.9 and 0.999).")
-    lr: float = Field(1e-3, gt=0, description="Learning rate.")
+    lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="Learning rate.")
     batch: int = Field(8, ge=1, description="Prompts a step.")
     seed: int = Field(0, ge=0, description="Order of the calibration prompts and start of the weights.")
     samples: int = Field(50, ge=1, description="Calibration prompts.")
@@ -141,16 +150,26 @@ class Recipe(Strict):
     @field_validator("domains", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {_name(name): item for name, item in value.items()}
         if not isinstance(value, list):
             return value
         named: dict[str, Any] = {}
         for index, item in enumerate(value):
             if not isinstance(item, dict) or "name" not in item:
                 raise ValueError(f"item {index} of the list has no name")
-            if item["name"] in named:
-                raise ValueError(f"two domains are called {item['name']!r}")
-            named[str(item["name"])] = {key: entry for key, entry in item.items() if key != "name"}
+            name = _name(item["name"])
+            if name in named:
+                raise ValueError(f"two domains are called {name!r}")
+            named[name] = {key: entry for key, entry in item.items() if key != "name"}
         return named
+
+    @field_validator("merge", mode="before")
+    @classmethod
+    def _mapping_or_path(cls, value: Any) -> Any:
+        if value is not None and not isinstance(value, (dict, str)):
+            raise ValueError(f"should be a mapping, mergekit's configuration, or the path of one (got {_short(value)})")
+        return value
 
     @field_validator("surgery", mode="before")
     @classmethod
@@ -204,7 +223,7 @@ def load_recipe(path: Path | str) -> Recipe:
     recipe = parse_recipe(_read_yaml(file), file.resolve().parent, source=str(path))
     if recipe.name is None:
         stem = file.resolve().parent.name if file.stem == "recipe" else file.stem
-        recipe.name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
+        recipe.name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "run"
     return recipe
 
 
@@ -223,13 +242,52 @@ def parse_recipe(data: Mapping[str, Any], folder: Path | None = None, source: st
     return recipe
 
 
+def template_fields(template: str) -> list[str]:
+    """Names of the {field} places of a template, each once, in order.
+
+    Raises:
+        ValueError: for braces that do not pair, or a place without a name.
+    """
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"the template {template!r} cannot be read ({error}): write {{{{ for a brace") from error
+    if not all(names):
+        raise ValueError(
+            f"the template {template!r} has a place without a name: write {{field}}, or {{{{}}}} for braces"
+        )
+    return list(dict.fromkeys(names))
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise ValueError(f"the name {value!r} is not text: put it in quotes")
+    return str(value)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that is written twice is an error: the plain loader drops the first."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(None, None, f"{key.value!r} is written twice", key.start_mark)
+                seen.add(key.value)
+        return node
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if loaded is None:
+        raise RecipeError(f"{path} is empty")
     if not isinstance(loaded, dict):
         raise RecipeError(f"{path} should hold a mapping of fields, not {type(loaded).__name__}")
     return loaded
@@ -256,6 +314,8 @@ def _fields_at(parents: list[Any]) -> list[str]:
     parts: dict[str, type[Strict]] = {"domains": Domain, "surgery": Surgery, "heldout": Heldout, "prompts": Prompts}
     place: type[Strict] = Recipe
     for depth, part in enumerate(parents):
+        if depth == 1 and parents[0] == "domains":
+            continue  # a domain's own name, which may be that of a field
         # a domain's `heldout` is a source of prompts, the recipe's is how much text
         place = Prompts if part == "heldout" and depth else parts.get(str(part), place)
     return [field.alias or name for name, field in place.model_fields.items()]

@@ -81,10 +81,11 @@ class HiddenCache:
             "states": self.states,
             "ids": self.tokens.ids,
             "lengths": self.tokens.lengths,
-            "prompt_lengths": self.tokens.prompt_lengths,
         }
         if self.entropy is not None:
             tensors["entropy"] = self.entropy
+        # one tensor may be both lengths: safetensors refuses names that share memory
+        tensors["prompt_lengths"] = self.tokens.prompt_lengths.clone()
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / "cache.safetensors")
 
     @classmethod

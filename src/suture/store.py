@@ -8,6 +8,7 @@ exists under its real name.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -54,10 +55,14 @@ def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -84,15 +89,24 @@ def need_disk(folder: Path, needed: int, what: str) -> None:
 
 @contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which takes the place of `path` when the block ends without an error."""
+    """A temporary folder to fill, which takes the place of `path` when the block ends without an error.
+
+    Raises:
+        StoreError: before the block, when `path` is a file.
+    """
+    path = path.resolve()  # behind a link the folder is replaced, not the link
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"{path} is a file where a folder should be written: remove it or choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
         yield work
         os.chmod(work, 0o755)
+        old = work.with_name(f"{work.name}.old")
         if path.exists():
-            shutil.rmtree(path)
+            path.rename(old)  # removed only when the new one is in place
         work.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -146,7 +160,7 @@ class Store:
         final = self.root / kind / key
         final.parent.mkdir(parents=True, exist_ok=True)
         self._sweep(final.parent)
-        work = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{os.getpid()}-"))
+        work = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{platform.node()}-{os.getpid()}-"))
         started = time.monotonic()
         try:
             yield work
@@ -165,20 +179,21 @@ class Store:
             except OSError:
                 # another process finished the same artifact first: same inputs, so theirs is as good
                 if not (final / "spec.json").exists():
-                    raise
+                    shutil.rmtree(final)  # half deleted by somebody: no artifact any more
+                    work.rename(final)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
     def list(self) -> list[Artifact]:
         """All finished artifacts, oldest first."""
-        specs = sorted(self.root.glob("*/*/spec.json"), key=lambda path: path.stat().st_mtime)
+        specs = sorted(self.root.glob("*/[!.]*/spec.json"), key=lambda path: path.stat().st_mtime)
         return [Artifact(spec.parent.parent.name, spec.parent.name, spec.parent) for spec in specs]
 
     @staticmethod
     def _sweep(folder: Path) -> None:
-        """Remove what killed processes left behind."""
-        for path in folder.glob(".*-*"):
-            owner = path.name[1:].split("-")[0]
+        """Remove what killed processes of this machine left behind; a shared disk may hold other machines' work."""
+        for path in folder.glob(f".{glob.escape(platform.node())}-*-*"):
+            owner = path.name.rsplit("-", 2)[1]
             if owner.isdigit() and not _alive(int(owner)):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -199,9 +214,10 @@ class FileHashes:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or home() / "hashes.json"
         try:
-            self._known: dict[str, str] = json.loads(self.path.read_text())
+            known = json.loads(self.path.read_text())
         except (OSError, ValueError):
-            self._known = {}
+            known = {}
+        self._known: dict[str, str] = known if isinstance(known, dict) else {}
 
     def of(self, path: Path) -> str:
         """The hash of one file's content (64 hex digits)."""

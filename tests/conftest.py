@@ -1,0 +1,31 @@
+"""What every test stands on: its own SUTURE_HOME and no network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from handmade import write_adapter, write_checkpoint
+
+# read by huggingface_hub when it is imported: before any test module
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUTURE_HOME", str(tmp_path_factory.mktemp("suture_home")))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """`checkpoint("name", …)` writes a checkpoint by hand."""
+    return lambda name, *args, **fields: write_checkpoint(tmp_path / name, *args, **fields)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Callable[..., Path]:
+    """`adapter("name", base, …)` writes a LoRA by hand."""
+    return lambda name, *args, **fields: write_adapter(tmp_path / name, *args, **fields)
