@@ -10,7 +10,7 @@ from tiny import nearby, tiny_model
 
 from suture.attach import attach
 from suture.capture import capture, respond
-from suture.evaluate.heldout import Score, gap_closed, response_rows, score_calibration, score_heldout
+from suture.evaluate.heldout import Score, gap_closed, score_calibration, score_heldout
 from suture.models import Head
 from suture.states import HiddenCache, Tokens
 from suture.surgery import make_surgery
@@ -56,11 +56,14 @@ def test_scores_equal_whole_models_with_surgery_attached() -> None:
     assert value["merged", "kl"].value > 0.01
 
 
-def test_response_rows_are_the_states_before_each_written_token() -> None:
+def test_scored_states_are_those_before_each_written_token() -> None:
     tokens = Tokens.of([[1, 2, 3, 4], [5, 6], [7, 8, 9]], [2, 2, 1])
-    rows, labels = response_rows(HiddenCache(tokens, torch.zeros(9, 4)))
+    rows, labels = HiddenCache(tokens, torch.zeros(9, 4)).scored()
     assert rows.tolist() == [1, 2, 6, 7]
     assert labels.tolist() == [3, 4, 8, 9]
+    rows, labels = HiddenCache(Tokens.of([[1, 2, 3], [5]]), torch.zeros(4, 4)).scored()
+    assert rows.tolist() == [0, 1]
+    assert labels.tolist() == [2, 3]
 
 
 def test_a_target_with_more_vocabulary_rows_is_compared_on_shared_ones() -> None:

@@ -191,7 +191,7 @@ def test_adapters_that_are_more_than_lora_are_refused(family: Path) -> None:
 
 def test_effective_weights(family: Path) -> None:
     def shown(config: dict[str, Any]) -> list[tuple[float | None, float | None, float | None]]:
-        return [(row.given, row.effective, row.density) for row in Merge(config, family).weights()]
+        return [(row.given, row.effective, row.density) for row in Merge(config, family).weights]
 
     pair = (("one", {"weight": 0.5, "density": 0.4}), ("two", {"weight": 1.5, "density": 0.4}))
     assert shown(config_of("ties", *pair)) == [(0.5, 0.25, 0.4), (1.5, 0.75, 0.4)]

@@ -204,12 +204,12 @@ def _probe(attachment: Attachment) -> None:
         use_cache=True,
         pad_token_id=0,
         eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
     attachment.active = test
     try:
-        out = model.generate(
-            ids, attention_mask=mask, generation_config=settings, output_logits=True, return_dict_in_generate=True
-        )
+        out = model.generate(ids, attention_mask=mask, generation_config=settings)
     finally:
         attachment.active = None
     head = Head(model)

@@ -119,7 +119,9 @@ def calibrate(
 
 @torch.inference_mode()
 def rho(surgery: Surgery, merged: HiddenCache, target: HiddenCache) -> float:
-    """L1 reduction of a module on given states (Eq. 7)."""
+    """L1 reduction of a module (Eq. 7) on the states that write responses, or on all where there are none."""
     check_pair(merged, target)
-    corrected = surgery(merged.states.float(), merged.tokens.positions)  # [N, H]
-    return reduction(bias(merged.states, target.states), bias(corrected, target.states))
+    responses = not torch.equal(merged.tokens.prompt_lengths, merged.tokens.lengths)
+    rows = merged.scored()[0] if responses else slice(None)
+    states, wanted, positions = merged.states[rows], target.states[rows], merged.tokens.positions[rows]  # [n, H], [n]
+    return reduction(bias(states, wanted), bias(surgery(states, positions), wanted))

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,13 +80,14 @@ def _hush() -> None:
 
 def _open(recipe: Path, store: Path | None, quiet: bool) -> Run:
     """A checked run of a recipe file, or of the recipe kept in a run's folder."""
+    started = time.monotonic()
     progress: Progress = SILENT if quiet else TerminalProgress()
     progress.note("loading libraries")
     _hush()
     from suture.pipeline import Run, read_recipe
     from suture.store import Store
 
-    return Run(read_recipe(recipe), store=Store(store) if store else None, progress=progress)
+    return Run(read_recipe(recipe), store=Store(store) if store else None, progress=progress, started=started)
 
 
 def _console() -> Any:
@@ -135,7 +137,7 @@ def _show_weights(job: Run) -> None:
     """The weights that take effect, on stderr: a normalising method changes what was written."""
     if job.merge is None:
         return
-    for weight in job.merge.weights():
+    for weight in job.merge.weights:
         given = "by tensor" if weight.given is None else f"{weight.given:g}"
         effective = "by tensor" if weight.effective is None else f"{weight.effective:g}"
         density = "" if weight.density is None else f", density {weight.density:g}"
@@ -163,7 +165,7 @@ def merge(
         job = _open(recipe, store, quiet)
         _show_weights(job)
         place = job.write_merged(out, force)
-        weights = [vars(weight) for weight in job.merge.weights()] if job.merge else []
+        weights = [vars(weight) for weight in job.merge.weights] if job.merge else []
         if as_json:
             return _print_json({"merged": str(place), "weights": weights, "seed": job.recipe.merge_seed})
         typer.echo(place)
@@ -218,7 +220,7 @@ def calibrate(
     with _told(as_json):
         job = _open(recipe, store, quiet)
         members = job.chosen(domain)
-        job.capture()
+        job.capture(members)
         rows = [job.describe_surgery(member, surgery) for member in members for surgery in job.recipe.surgery]
         if as_json:
             return _print_json({"surgery": rows})

@@ -53,13 +53,15 @@ def generate_text(
     tokens = tokenize(member.tokenizer, [text], chat_template=chat, system=member.domain.system, max_length=1 << 20)
     surgeries = {}
     if label is not None:
-        job.capture()
+        job.capture([member])
         surgeries[member.name] = load_surgery(job.calibrate(member, job.surgery(label)).path)
     model = job.merged_model()
     ids = tokens.ids[None].to(next(model.parameters()).device)  # [1, T]
     choice: dict[str, Any] = {"do_sample": False}
     if settings.temperature > 0:
-        choice = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p}
+        choice = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
+    # all named: what is left open would come from the checkpoint's own settings
+    choice |= {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     config = GenerationConfig(
         max_new_tokens=settings.max_new_tokens, eos_token_id=sorted(end_tokens(model)) or None, pad_token_id=0, **choice
     )

@@ -11,17 +11,19 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from suture.adapter import AdapterReader
 from suture.checkpoint import Checkpoint, parse_reference, resolve
 from suture.errors import MergeError, did_you_mean
 from suture.family import check_family
-from suture.models import model_from_tensors
+from suture.models import DTYPES, model_from_tensors
 from suture.progress import SILENT, Progress
 from suture.store import FileHashes, digest, need_disk
 
@@ -60,8 +62,8 @@ class Merge:
             )
         self.parents: dict[str, Checkpoint] = {}
         self._place(folder)
-        resized = bool(self.config.tokenizer_source or self.config.tokenizer)
-        self.notes = check_family(self.parents, rows_may_differ=resized)
+        self.resized = bool(self.config.tokenizer_source or self.config.tokenizer)
+        self.notes = check_family(self.parents, rows_may_differ=self.resized)
 
     def _place(self, folder: Path) -> None:
         """Find every parent and put local folders into the configuration."""
@@ -104,25 +106,37 @@ class Merge:
 
     def fingerprint(self, hashes: FileHashes) -> str:
         """A hash of the configuration with parents replaced by their contents, the seed and mergekit's version."""
-        by_path = {}
-        for name, parent in self.parents.items():
-            by_path[name] = parent.fingerprint(hashes)
         text = self.config.model_dump(mode="json", exclude_none=True)
         # local folders differ between machines: contents do not
         places = {}
-        for name, parent in self.parents.items():
+        for parent in self.parents.values():
             placed = str(parent.base) + (f"+{parent.adapter}" if parent.adapter else "")
-            places[placed] = by_path[name]
-        return digest(
-            {"config": _replaced(text, places), "seed": self.seed, "mergekit": importlib.metadata.version("mergekit")}
-        )
+            places[placed] = parent.fingerprint(hashes)
+        found = {
+            "config": _replaced(text, places),
+            "seed": self.seed,
+            "mergekit": importlib.metadata.version("mergekit"),
+        }
+        if self.resized:
+            files = [parent.base / "tokenizer.json" for parent in self.parents.values()]
+            found["tokenizers"] = [hashes.of(file) for file in files if file.exists()]
+        return digest(found)
 
     def need(self) -> int:
-        """Bytes of the merged weights, about."""
-        return self.donor.size
+        """Bytes of the merged weights, about: the donor's numbers in the dtype that is written."""
+        written = self.config.out_dtype or self.config.dtype
+        if not written:
+            return self.donor.size
+        count = sum(math.prod(shape) for _, shape in self.donor.tensors.values())
+        return count * DTYPES[written].itemsize if written in DTYPES else self.donor.size
 
+    @cached_property
     def weights(self) -> list[Weight]:
-        """The weights that take effect: given ones divided by their sum where the method normalises."""
+        """The weights that take effect: given ones divided by their sum where the method normalises.
+
+        Raises:
+            MergeError: for what mergekit cannot plan, and adapters that cannot be read.
+        """
         from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 
         tasks = [task.tensor_task for task in self._plan()[0] if isinstance(task.tensor_task, ExecuteMergeMethodTask)]
@@ -226,7 +240,7 @@ class Merge:
             self.tokenizer.save_pretrained(folder)
         else:
             copy_side_files(self.donor.base, folder)
-        (folder / "mergekit_config.yml").write_text(self.config.to_yaml() + "\n", encoding="utf-8")
+        (folder / "mergekit_config.yml").write_text(yaml.safe_dump(self.written, sort_keys=False), encoding="utf-8")
 
     def _architecture(self) -> Any:
         from mergekit.architecture import get_architecture_info

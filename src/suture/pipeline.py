@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,13 +79,18 @@ class Run(Plan):
         SutureError: whatever is wrong with recipe, models, prompts, disk or memory, before any work.
     """
 
-    def capture(self) -> None:
-        """States of all targets and of the merged model on calibration and held-out text, and their heads."""
-        for member in self.members.values():
+    def capture(self, members: Sequence[Member] | None = None) -> None:
+        """States of targets and of the merged model on calibration and held-out text, and their heads.
+
+        Args:
+            members: which domains; all by default.
+        """
+        chosen = list(self.members.values()) if members is None else members
+        for member in chosen:
             self._capture_target(member)
         missing = [
             (member, split)
-            for member in self.members.values()
+            for member in chosen
             for split in SPLITS
             if not self.store.find("states", self.states_inputs(self.fingerprint, member, split))
         ]
@@ -115,15 +121,18 @@ class Run(Plan):
         self._keep_head(model, member.fingerprint)
         self._keep_states(model, member.fingerprint, member, "calibration", f"read {name} calibration, target")
         if not known:
-            tokens = respond(
-                model,
-                member.prompts,
-                self.recipe.heldout.tokens,
-                progress=self.progress,
-                stage=f"write {name} held-out text",
-            )
-            rows = {"ids": [row.tolist() for row in tokens.sequences], "prompt_lengths": tokens.prompt_lengths.tolist()}
             with self.store.create("responses", self.response_inputs(member)) as folder:
+                tokens = respond(
+                    model,
+                    member.prompts,
+                    self.recipe.heldout.tokens,
+                    progress=self.progress,
+                    stage=f"write {name} held-out text",
+                )
+                rows = {
+                    "ids": [row.tolist() for row in tokens.sequences],
+                    "prompt_lengths": tokens.prompt_lengths.tolist(),
+                }
                 (folder / "responses.json").write_text(json.dumps(rows))
         self._keep_states(model, member.fingerprint, member, "heldout", f"read {name} heldout, target")
         del model
@@ -311,20 +320,14 @@ class Run(Plan):
             modules[name] = {
                 each.label: self.store.get("surgery", self.surgery_inputs(member, each)) for each in self.recipe.surgery
             }
-        seconds = time.monotonic() - self.started
-        result = RunResult(
-            out, scores, seconds, peak_memory(), list(self.reused), {n: r.summary() for n, r in reports.items()}
-        )
         with self.progress.stage("figures", 1):
             write_folder(
-                out,
-                name=str(self.recipe.name),
-                scores=scores,
-                reports=reports,
-                biases=biases,
-                surgeries=modules,
-                provenance=self.provenance(result),
+                out, name=str(self.recipe.name), scores=scores, reports=reports, biases=biases, surgeries=modules
             )
+        seconds = time.monotonic() - self.started
+        summaries = {name: report.summary() for name, report in reports.items()}
+        result = RunResult(out, scores, seconds, peak_memory(), list(self.reused), summaries)
+        write_json(out / "run.json", self.provenance(result))
         return result
 
     def provenance(self, result: RunResult) -> dict[str, Any]:
@@ -334,7 +337,7 @@ class Run(Plan):
             "recipe": self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True),
             "folder": str(self.recipe.folder),
             "merged": self.fingerprint,
-            "weights": [vars(weight) for weight in self.merge.weights()] if self.merge else [],
+            "weights": [vars(weight) for weight in self.merge.weights] if self.merge else [],
             "domains": {
                 name: {
                     "target": member.fingerprint,

@@ -50,11 +50,18 @@ class Plan:
         SutureError: whatever is wrong with recipe, models, prompts, disk or memory, before any work.
     """
 
-    def __init__(self, recipe: Recipe, *, store: Store | None = None, progress: Progress = SILENT) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        store: Store | None = None,
+        progress: Progress = SILENT,
+        started: float | None = None,
+    ) -> None:
         self.recipe, self.progress = recipe, progress
         self.store = store or Store()
-        self.hashes = FileHashes(self.store.root.parent / "hashes.json")
-        self.started = time.monotonic()
+        self.hashes = FileHashes()
+        self.started = time.monotonic() if started is None else started
         self.reused: list[str] = []
         self.device = choose_device(recipe.device)
         self.dtype = choose_dtype(recipe.dtype, self.device)
@@ -66,6 +73,9 @@ class Plan:
             config, folder = recipe.merge_config()
             remote = recipe.trust_remote_code
             self.merge = Merge(config, folder, seed=recipe.merge_seed, trust_remote_code=remote)
+            for note in self.merge.notes:
+                self.progress.note(note)
+            _ = self.merge.weights  # what mergekit cannot plan, or read of an adapter, is told now
             self.donor = self.merge.donor
             self.fingerprint = self.merge.fingerprint(self.hashes)
         else:

@@ -139,7 +139,7 @@ def split_prompts(domain: Domain, name: str, folder: Path, calibration: int, hel
                 f"{where}.prompts: {len(rows)} different prompts, but {calibration} to calibrate and {heldout} "
                 "held out are asked for: add prompts, or lower surgery.samples or heldout.samples"
             )
-        held = shuffled[calibration : calibration + heldout]
+        held = shuffled[len(shuffled) - heldout :]  # from the other end: more calibration leaves them alone
         held_texts = [texts[row] for row in held]
     else:
         if len(rows) < calibration:

@@ -99,6 +99,19 @@ class HiddenCache:
             Tokens(found["ids"], found["lengths"], found["prompt_lengths"]), found["states"], found.get("entropy")
         )
 
+    def scored(self) -> tuple[Tensor, Tensor]:
+        """([n] indices of the states that scores are about, [n] the tokens that come after them).
+
+        Those that predict a response; where no sequence has one, all that predict a token of the prompt.
+        """
+        tokens = self.tokens
+        last = tokens.lengths.repeat_interleave(tokens.lengths) - 1  # [N]
+        first = tokens.prompt_lengths.repeat_interleave(tokens.lengths) - 1  # [N]
+        if torch.equal(tokens.prompt_lengths, tokens.lengths):
+            first = torch.zeros_like(last)
+        chosen = ((tokens.positions >= first) & (tokens.positions < last)).nonzero()[:, 0]
+        return chosen, tokens.ids[chosen + 1]
+
     def first(self, sequences: int) -> HiddenCache:
         """The first sequences only."""
         if sequences >= len(self.tokens):

@@ -101,7 +101,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
         yield work
-        os.chmod(work, 0o755)
+        _open_to_readers(work)
         old = work.with_name(f"{work.name}.old")
         if path.exists():
             path.rename(old)  # removed only when the new one is in place
@@ -173,7 +173,7 @@ class Store:
                 "seconds": round(time.monotonic() - started, 3),
             }
             write_json(work / "spec.json", spec)
-            os.chmod(work, 0o755)
+            _open_to_readers(work)
             try:
                 work.rename(final)
             except OSError:
@@ -196,6 +196,12 @@ class Store:
             owner = path.name.rsplit("-", 2)[1]
             if owner.isdigit() and not _alive(int(owner)):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Folders 755 and files 644: some libraries write files that only their owner can read."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _alive(pid: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from suture.bias import bias, reduction
+from suture.calibrate import rho
 from suture.progress import SILENT, Progress
 from suture.states import HiddenCache, check_pair
 from suture.surgery import Surgery
@@ -39,15 +40,6 @@ class Score:
         return asdict(self)
 
 
-def response_rows(cache: HiddenCache) -> tuple[Tensor, Tensor]:
-    """([n] indices of the states that predict response tokens, [n] those tokens)."""
-    tokens = cache.tokens
-    last = tokens.lengths.repeat_interleave(tokens.lengths) - 1  # [N]
-    first = tokens.prompt_lengths.repeat_interleave(tokens.lengths) - 1  # [N]
-    chosen = ((tokens.positions >= first) & (tokens.positions < last)).nonzero()[:, 0]
-    return chosen, tokens.ids[chosen + 1]
-
-
 @torch.inference_mode()
 def score_heldout(
     domain: str,
@@ -68,7 +60,7 @@ def score_heldout(
         decode_target: the target's head.
     """
     check_pair(merged, target)
-    rows, labels = response_rows(target)
+    rows, labels = target.scored()
     states, wanted = merged.states[rows], target.states[rows]  # [n, H]
     positions = target.tokens.positions[rows]
     corrected = {"merged": states, **{name: surgery(states, positions) for name, surgery in surgeries.items()}}
@@ -111,21 +103,13 @@ def _add(sums: dict[str, float], model: Tensor, target: Tensor, labels: Tensor) 
 def score_calibration(
     domain: str, merged: HiddenCache, target: HiddenCache, surgeries: Mapping[str, Surgery]
 ) -> list[Score]:
-    """rho_L1 on the calibration prompts themselves: against the held-out one, it shows how much is memory."""
-    check_pair(merged, target)
-    before = bias(merged.states, target.states)
-    after = {
-        "target": torch.zeros_like(before),
-        "merged": before,
-        **{
-            name: bias(surgery(merged.states, merged.tokens.positions), target.states)
-            for name, surgery in surgeries.items()
-        },
+    """rho_L1 on all tokens of the calibration prompts: what the modules were trained on."""
+    values = {
+        "target": 1.0,
+        "merged": 0.0,
+        **{name: rho(surgery, merged, target) for name, surgery in surgeries.items()},
     }
-    return [
-        Score(domain, name, "rho_l1", "calibration", reduction(before, found), len(before))
-        for name, found in after.items()
-    ]
+    return [Score(domain, name, "rho_l1", "calibration", value, len(merged.states)) for name, value in values.items()]
 
 
 def gap_closed(scores: list[Score], domain: str, model: str) -> float | None:

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from suture.bias import BiasReport
 from suture.evaluate.heldout import Score
@@ -23,7 +22,6 @@ def write_folder(
     reports: Mapping[str, BiasReport],
     biases: Mapping[str, Artifact],
     surgeries: Mapping[str, Mapping[str, Artifact]],
-    provenance: Mapping[str, Any],
 ) -> None:
     """Write a run's folder; what a stopped earlier run left there is replaced file by file."""
     write_json(folder / "scores.json", [score.row() for score in scores])
@@ -42,7 +40,6 @@ def write_folder(
     draw_entropy(reports, figures / "entropy.png")
     draw_losses(histories, figures / "losses.png")
     write_text(folder / "report.md", _markdown(name, scores, reports))
-    write_json(folder / "run.json", provenance)
 
 
 def _markdown(name: str, scores: Sequence[Score], reports: Mapping[str, BiasReport]) -> str:

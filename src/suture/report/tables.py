@@ -53,11 +53,10 @@ def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]],
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left)
-    previous = ""
-    for row in rows:
-        if previous and row[0] != previous:
+    grouped = len({row[0] for row in rows}) < len(rows)
+    for before, row in zip(["", *(row[0] for row in rows)], rows, strict=False):
+        if grouped and before not in ("", row[0]):
             table.add_section()
-        previous = row[0]
         table.add_row(*row)
     return table
 
