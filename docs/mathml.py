@@ -11,9 +11,9 @@ from latex2mathml.converter import convert
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(?:\\\(|\\\[)(.*?)(?:\\\)|\\\])</\1>', re.DOTALL)
 
 
-def on_page_content(page: str, **kwargs: Any) -> str:
+def on_page_content(content: str, **kwargs: Any) -> str:
     """The HTML of a page with each formula of pymdownx.arithmatex replaced."""
-    return FORMULA.sub(lambda found: _mathml(found[2], found[1] == "div"), page)
+    return FORMULA.sub(lambda found: _mathml(found[2], found[1] == "div"), content)
 
 
 def _mathml(formula: str, block: bool) -> str:

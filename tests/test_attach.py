@@ -272,9 +272,30 @@ def test_positions_order_of_sources() -> None:
     assert token_positions(2, None, None, 7, device).tolist() == [[7, 8]]
 
 
-def test_deep_copies_do_not_share_the_correction() -> None:
+def test_a_copy_of_a_corrected_model_is_a_plain_model_of_its_own() -> None:
     model = tiny_model()
-    twin = copy.deepcopy(model)
+    ids = torch.tensor([[VOCABULARY - 1, 3]])
+    plain = model(input_ids=ids).logits
     with attach(model, {"a": strong(32)}).domain("a"):
-        ids = torch.tensor([[VOCABULARY - 1, 3]])
-        assert not torch.allclose(model(input_ids=ids).logits, twin(input_ids=ids).logits)
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(input_ids=ids).logits, plain)
+        twin.model.embed_tokens.weight.zero_()
+        assert not torch.allclose(twin(input_ids=ids).logits, plain)
+        assert not torch.allclose(model(input_ids=ids).logits, plain)
+        attach(twin, {"a": strong(32)})
+
+
+def test_a_model_under_accelerates_hooks_is_corrected_and_given_back() -> None:
+    """device_map across devices puts forwards on instances; they stay, before and after."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = tiny_model()
+    surgery = strong(32)
+    expected = reference(model, surgery, PROMPTS[0])
+    for module in (model, model.model, model.lm_head):
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    hooked = model.model.forward
+    with attach(model, {"a": surgery}).domain("a"):
+        close(model(input_ids=torch.tensor([PROMPTS[0]])).logits[0], expected)
+    detach(model)
+    assert model.model.forward is hooked

@@ -169,6 +169,12 @@ def test_refusals() -> None:
         calibrate(merged, HiddenCache(target.tokens, target.states[:, :9], target.entropy))
 
 
+def test_a_training_that_diverges_is_told() -> None:
+    merged, target = caches([3, 4])
+    with pytest.raises(SurgeryError, match=r"diverged at step \d+ of 20: lower surgery\.lr"):
+        calibrate(merged, target, rank=4, lr=1e36, steps=20)
+
+
 def test_bias_and_reduction_against_the_equations() -> None:
     h, h_star = torch.tensor([[1.0, 2.0], [0.0, -4.0]]), torch.tensor([[2.0, 0.0], [0.0, 0.0]])
     assert bias(h, h_star).tolist() == [1.5, 2.0]

@@ -111,7 +111,10 @@ def test_a_checkpoints_own_sampling_settings_do_not_bend_greedy_decoding() -> No
     model.generation_config.update(
         do_sample=True, temperature=2.0, repetition_penalty=3.0, no_repeat_ngram_size=1, top_k=3
     )
+    model.generation_config.update(suppress_tokens=sorted(set(expected))[:40], min_new_tokens=8, bad_words_ids=[[9]])
+    kept = model.generation_config
     assert respond(model, Tokens.of(SEQUENCES), 8).ids.tolist() == expected
+    assert model.generation_config is kept
 
 
 def test_refusals() -> None:

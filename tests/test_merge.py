@@ -196,6 +196,11 @@ def test_effective_weights(family: Path) -> None:
     pair = (("one", {"weight": 0.5, "density": 0.4}), ("two", {"weight": 1.5, "density": 0.4}))
     assert shown(config_of("ties", *pair)) == [(0.5, 0.25, 0.4), (1.5, 0.75, 0.4)]
     assert shown(config_of("dare_linear", *pair)) == [(0.5, 0.5, 0.4), (1.5, 1.5, 0.4)]
+    scaled = config_of("task_arithmetic", *pair, parameters={"lambda": 0.3})
+    assert shown(scaled) == [(0.5, pytest.approx(0.15), 0.4), (1.5, pytest.approx(0.45), 0.4)]
+    found = merged(family, config_of("task_arithmetic", ("one", {"weight": 0.5}), parameters={"lambda": 0.3}))
+    base, one = (weights(family / parent)["lm_head.weight"] for parent in ("base", "one"))
+    torch.testing.assert_close(found["lm_head.weight"], base + 0.15 * (one - base), atol=1e-6, rtol=1e-6)
     plain = (("one", {"weight": 0.5}), ("two", {"weight": [0.1, 0.9]}))
     assert shown(config_of("task_arithmetic", *plain)) == [(0.5, 0.5, None), (None, None, None)]
 

@@ -56,6 +56,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_heads": 2,
         },
     ),
+    "mamba": (
+        "MambaConfig",
+        {key: SHARED[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")}
+        | {"state_size": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "bloom": ("BloomConfig", {**GPT2, "hidden_size": 32}),
     "opt": ("OPTConfig", {**SHARED, "ffn_dim": 48, "word_embed_proj_dim": 32}),
 }
 

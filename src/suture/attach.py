@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from suture.surgery import Surgery
 from suture.surgery.base import Content, PositionTable
 
 ATTRIBUTE = "_suture"
+SEEN = "_suture_seen"
 CACHES = ("cache", "past_key_values", "cache_params")
 
 
@@ -40,7 +42,36 @@ def token_positions(
         return position_ids[:, -columns:]
     if attention_mask is not None and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -columns:]
-    return (torch.arange(columns, device=device) + past)[None]
+    counted = torch.arange(columns, device=device) + past  # [columns], or [B, columns] where each row has its own past
+    return counted if counted.dim() == 2 else counted[None]
+
+
+class _Forward:
+    """A decoder's forward with the active surgery behind it. Copies of the decoder get their class's own back."""
+
+    def __init__(self, decoder: Any, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.original: Callable[..., Any] = decoder.forward
+        self.names = list(inspect.signature(self.original).parameters)
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        surgery = self.attachment.active
+        if surgery is None:
+            return self.original(*args, **kwargs)
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        positions = _positions(given)
+        output = self.original(*args, **kwargs)
+        _remember(given, output, positions)
+        if isinstance(output, tuple):
+            return (surgery(output[0], positions.to(output[0].device)), *output[1:])
+        states = output.last_hidden_state
+        output.last_hidden_state = surgery(states, positions.to(states.device))
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo[id(self.attachment.decoder)]
+        return types.MethodType(type(twin).forward, twin)
 
 
 class Attachment:
@@ -51,25 +82,13 @@ class Attachment:
         self.surgeries = dict(surgeries)
         self.active: Surgery | None = None
         self.active_name: str | None = None
-        _, self._decoder = decoder_of(model)
-        self._original: Callable[..., Any] = self._decoder.forward
-        names = list(inspect.signature(self._original).parameters)
-        original = self._original
+        _, self.decoder = decoder_of(model)
+        self.before = self.decoder.__dict__.get("forward")  # accelerate puts one there
+        self.decoder.forward = self.forward = _Forward(self.decoder, self)
+        setattr(self.decoder, ATTRIBUTE, self)
 
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            surgery = self.active
-            if surgery is None:
-                return original(*args, **kwargs)
-            positions = _positions(dict(zip(names, args, strict=False)) | kwargs)
-            output = original(*args, **kwargs)
-            if isinstance(output, tuple):
-                return (surgery(output[0], positions.to(output[0].device)), *output[1:])
-            states = output.last_hidden_state
-            output.last_hidden_state = surgery(states, positions.to(states.device))
-            return output
-
-        self._decoder.forward = forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the model has nothing attached
 
     @contextmanager
     def domain(self, name: str | None) -> Iterator[Any]:
@@ -94,9 +113,13 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        if getattr(self._decoder, ATTRIBUTE, None) is self:
-            del self._decoder.forward
-            delattr(self._decoder, ATTRIBUTE)
+        if getattr(self.decoder, ATTRIBUTE, None) is not self:
+            return
+        if self.before is None:
+            del self.decoder.forward
+        else:
+            self.decoder.forward = self.before
+        delattr(self.decoder, ATTRIBUTE)
 
 
 def attach(model: Any, surgeries: Mapping[str, Surgery], *, probe: bool = True) -> Attachment:
@@ -115,17 +138,18 @@ def attach(model: Any, surgeries: Mapping[str, Surgery], *, probe: bool = True) 
                 f"the surgery of domain {name!r} is for states of width {surgery.hidden}, the model's have {width}"
             )
     _, decoder = decoder_of(model)
-    if hasattr(decoder, ATTRIBUTE):
+    if getattr(decoder, ATTRIBUTE, None) is not None:
         raise AttachError("this model has surgery attached already: detach it first")
-    place = _output_device(model)
-    attachment = Attachment(model, {name: surgery.to(place) for name, surgery in surgeries.items()})
-    setattr(decoder, ATTRIBUTE, attachment)
+    attachment = Attachment(model, surgeries)
+    place = next(model.parameters()).device
     if probe:
         try:
-            _probe(attachment)
+            place = _probe(attachment)
         except BaseException:
             attachment.detach()
             raise
+    for surgery in surgeries.values():
+        surgery.to(place)
     return attachment
 
 
@@ -146,18 +170,36 @@ def _positions(given: dict[str, Any]) -> Tensor:
     tokens = given.get("input_ids")
     tokens = tokens if tokens is not None else given["inputs_embeds"]
     cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
-    past: int | Tensor = 0
-    if cache is not None and hasattr(cache, "get_seq_length"):
-        past = cache.get_seq_length()
+    past = _seen(cache) if cache is not None else 0
     return token_positions(tokens.shape[1], given.get("position_ids"), given.get("attention_mask"), past, tokens.device)
 
 
-def _output_device(model: Any) -> torch.device:
-    """Where the decoder's output lies: the head's device."""
-    embeddings = model.get_output_embeddings()
-    weight = embeddings.weight if embeddings is not None else next(model.parameters())
-    device: torch.device = weight.device
-    return device
+def _seen(cache: Any) -> int | Tensor:
+    """Tokens that a cache holds. State-space models keep none and cannot say: theirs are counted by `_remember`."""
+    if hasattr(cache, SEEN):
+        found: int | Tensor = getattr(cache, SEEN)
+        return found
+    try:
+        return cache.get_seq_length()  # type: ignore[no-any-return]
+    except (AttributeError, ValueError):
+        return 0
+
+
+def _remember(given: dict[str, Any], output: Any, positions: Tensor) -> None:
+    """Note the position after the last one on a cache that cannot count, [B or 1, 1]."""
+    for holder in (given, output):
+        for name in CACHES:
+            cache = holder.get(name) if isinstance(holder, dict) else None
+            if cache is not None and not _counts(cache):
+                setattr(cache, SEEN, positions[:, -1:] + 1)
+
+
+def _counts(cache: Any) -> bool:
+    try:
+        cache.get_seq_length()
+    except (AttributeError, ValueError):
+        return False
+    return True
 
 
 class _Test(Surgery):
@@ -178,15 +220,18 @@ class _Test(Surgery):
 
 
 @torch.inference_mode()
-def _probe(attachment: Attachment) -> None:
+def _probe(attachment: Attachment) -> torch.device:
     """Compare padded, cached, corrected generation with a reference that has no padding and no cache.
+
+    Returns:
+        The device of the decoder's output.
 
     Raises:
         AttachError: where the two differ by more than rounding.
     """
     from transformers import GenerationConfig
 
-    model, decoder = attachment.model, attachment._decoder
+    model, decoder = attachment.model, attachment.decoder
     device = next(model.parameters()).device
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(0)
@@ -194,7 +239,7 @@ def _probe(attachment: Attachment) -> None:
     short = long[3:5]
     ids = torch.tensor([long, [0] * 5 + short], device=device)  # [2, 7]
     mask = torch.tensor([[1] * 7, [0] * 5 + [1] * 2], device=device)
-    states = attachment._original(input_ids=ids[:1], use_cache=False).last_hidden_state
+    states = attachment.forward.original(input_ids=ids[:1], use_cache=False).last_hidden_state
     test = _Test(hidden_size(model), float(states.float().std())).to(states.device)
     settings = GenerationConfig(
         max_new_tokens=3,
@@ -230,3 +275,5 @@ def _probe(attachment: Attachment) -> None:
             f"{type(model).__name__} cannot be corrected exactly: a padded, cached run differs from an unpadded one by "
             f"{worst / effect if effect else float('nan'):.2g} of the correction's effect"
         )
+    found: torch.device = states.device
+    return found

@@ -69,7 +69,8 @@ def calibrate(
         device: where to train; by default where the states are.
 
     Raises:
-        SurgeryError: for an unknown module or loss, states that do not match, or entropies or heads that are missing.
+        SurgeryError: for an unknown module or loss, states that do not match, entropies or heads that are missing, or
+            a loss that is no longer finite.
     """
     function = get_loss(loss)
     check_pair(merged, target)
@@ -105,12 +106,18 @@ def calibrate(
             history.append(value.detach())
             advance(1)
     seconds = time.monotonic() - began
+    curve = torch.stack(history)
+    if not bool(torch.isfinite(curve).all()):
+        step = int((~torch.isfinite(curve)).nonzero()[0, 0])
+        raise SurgeryError(
+            f"training {module} by {loss} diverged at step {step + 1} of {steps}: lower surgery.lr ({lr:g})"
+        )
     surgery.to("cpu").eval().requires_grad_(False)
     for tensor in surgery.state_dict().values():
         tensor.copy_(tensor.to(dtype).float())  # what is measured is what is stored
     return Calibration(
         surgery,
-        torch.stack(history).tolist(),
+        curve.tolist(),
         rho(surgery, merged, target),
         rho(surgery, *heldout) if heldout is not None else None,
         seconds,

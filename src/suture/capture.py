@@ -140,19 +140,25 @@ def respond(
     """
     from transformers import GenerationConfig
 
-    device = next(model.parameters()).device
     ends = end_tokens(model)
-    # everything that could bend greedy decoding is named: unset fields would come from the checkpoint's own settings
     settings = GenerationConfig(
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        use_cache=True,
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=0,
+        max_new_tokens=new_tokens, do_sample=False, use_cache=True, eos_token_id=sorted(ends) or None, pad_token_id=0
     )
+    # whatever a call leaves open comes from the model's own settings: penalties, suppressed tokens and more
+    kept, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        written = _continue(model, tokens, settings, ends, batch, progress, stage)
+    finally:
+        model.generation_config = kept
+    full = [row.tolist() + answer for row, answer in zip(tokens.sequences, written, strict=True)]
+    return Tokens.of(full, tokens.lengths.tolist())
+
+
+def _continue(
+    model: Any, tokens: Tokens, settings: Any, ends: set[int], batch: int, progress: Progress, stage: str
+) -> list[list[int]]:
+    """What the model writes for each sequence, in batches padded on the left."""
+    device = next(model.parameters()).device
     written: list[list[int]] = [[] for _ in range(len(tokens))]
     sequences = tokens.sequences
     order = torch.argsort(tokens.lengths, descending=True, stable=True).tolist()
@@ -172,8 +178,7 @@ def respond(
                 stop = next((i for i, token in enumerate(answer) if token in ends), len(answer))
                 written[row] = answer[: stop + 1]
             advance(len(rows))
-    full = [sequence.tolist() + answer for sequence, answer in zip(sequences, written, strict=True)]
-    return Tokens.of(full, tokens.lengths.tolist())
+    return written
 
 
 def end_tokens(model: Any) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -145,6 +146,16 @@ class Checkpoint:
         for shard in self.shards:
             found.update(header(shard))
         return found
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """Settings of the language model, which a multimodal config keeps a level deeper."""
+        return {**self.config, **(self.config.get("text_config") or {})}
+
+    @property
+    def count(self) -> int:
+        """Numbers that the base's tensors hold."""
+        return sum(math.prod(shape) for _, shape in self.tensors.values())
 
     @property
     def size(self) -> int:

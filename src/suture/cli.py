@@ -123,12 +123,13 @@ def run(
         console = _console()
         console.print(rich_table("Held-out scores", HEADER, score_rows(result.scores)))
         for line in verdicts(result.scores):
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, markup=False)
         kept = f", {len(result.reused)} stages reused" if result.reused else ""
         console.print(
             f"\n{result.folder}/report.md · figures/ · scores.json   "
             f"({result.seconds:.0f} s, {result.peak / 2**30:.2f} GiB at most{kept})",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
 
@@ -268,7 +269,7 @@ def generate(
         (member,) = job.chosen([domain])
         settings = Settings(max_new_tokens, temperature, top_p, seed)
         label = None if uncorrected else job.surgery(surgery).label
-        text = prompt if prompt is not None else sys.stdin.read()
+        text = prompt if prompt is not None else sys.stdin.read().removesuffix("\n").removesuffix("\r")
         stream = None if as_json else lambda piece: typer.echo(piece, nl=False)
         answer = generate_text(job, member, text, label, settings, raw=raw, stream=stream)
         if as_json:

@@ -28,6 +28,7 @@ BLOCKING = (
     "tie_word_embeddings",
     "sliding_window",
 )
+WIDTH = "hidden_size"
 SHOWN = 8
 
 
@@ -54,10 +55,14 @@ def check_family(parents: Mapping[str, Checkpoint], *, rows_may_differ: bool = F
             problems += _field_problems(names[0], first, name, other)
             problems += _tensor_problems(names[0], first, name, other, rows_may_differ)
         # an adapter may bring its own tokenizer
-        problems += _moved_tokens(names[0], first, name, other)
+        moved = moved_tokens(names[0], vocabulary(first), name, vocabulary(other))
+        if rows_may_differ:
+            notes += moved
+        else:
+            problems += moved
         notes += _added_tokens(names[0], first, name, other)
         problems += _adapter_problems(name, other)
-        limits = [_text_config(each).get("max_position_embeddings") for each in (first, other)]
+        limits = [each.text_config.get("max_position_embeddings") for each in (first, other)]
         if limits[0] != limits[1]:
             notes.append(f"max_position_embeddings: {limits[0]} in {names[0]}, {limits[1]} in {name}")
     if names:
@@ -65,11 +70,6 @@ def check_family(parents: Mapping[str, Checkpoint], *, rows_may_differ: bool = F
     if problems:
         raise FamilyError("these models do not belong together:\n  " + "\n  ".join(problems))
     return notes
-
-
-def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The config of the language model, which a multimodal one keeps a level deeper."""
-    return {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _field_problems(first_name: str, first: Checkpoint, name: str, other: Checkpoint) -> list[str]:
-    one, two = _text_config(first), _text_config(other)
+    one, two = first.text_config, other.text_config
     ropes = [_rope(config) for config in (one, two)]
     # without rope_theta the architecture's default holds, or each kind of layer has its own: such compare with such
     comparable = len({rope["rope_theta"] is None for rope in ropes}) == 1
@@ -108,7 +108,7 @@ def _tensor_problems(
         key
         for here, there, lacking in ((one, two, other), (two, one, first))
         for key in here.keys() - there.keys()
-        if key.endswith("lm_head.weight") and _text_config(lacking).get("tie_word_embeddings") is not False
+        if key.endswith("lm_head.weight") and lacking.text_config.get("tie_word_embeddings") is not False
     }
     if missing := sorted(one.keys() - two.keys() - optional):
         problems.append(f"{name} lacks {len(missing)} tensors of {first_name}: {_some(missing)}")
@@ -154,12 +154,44 @@ def vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
 
 
 def _per_token(shape: tuple[int, ...], checkpoint: Checkpoint) -> bool:
-    return len(shape) > 0 and shape[0] == _text_config(checkpoint).get("vocab_size")
+    return len(shape) > 0 and shape[0] == checkpoint.text_config.get("vocab_size")
 
 
-def _moved_tokens(first_name: str, first: Checkpoint, name: str, other: Checkpoint) -> list[str]:
+def check_readers(merged: Checkpoint, tokens: Mapping[str, int] | None, targets: Mapping[str, Checkpoint]) -> list[str]:
+    """Whether a merged model can be corrected towards each target: one width, and the same ids for the same tokens.
+
+    Args:
+        merged: the merged checkpoint, or the parent that lends a merge its config.
+        tokens: token → id of the merged model; by default what `merged` has.
+        targets: by domain.
+
+    Returns:
+        Notes on everything else in which they differ.
+
+    Raises:
+        FamilyError: lists every difference that would make states incomparable.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    known = tokens if tokens is not None else vocabulary(merged)
+    for domain, target in targets.items():
+        name = f"the target of {domain}"
+        fields = _field_problems("the merged model", merged, name, target)
+        problems += [field for field in fields if f" {WIDTH}:" in field] + _adapter_problems(name, target)
+        notes += [field for field in fields if f" {WIDTH}:" not in field]
+        problems += moved_tokens("the merged model", known, name, vocabulary(target))
+        if tokens is None and merged.base != target.base:
+            notes += _added_tokens("the merged model", merged, name, target)
+    if problems:
+        raise FamilyError("states of these models cannot be compared:\n  " + "\n  ".join(problems))
+    return notes
+
+
+def moved_tokens(
+    first_name: str, first: Mapping[str, int] | None, name: str, other: Mapping[str, int] | None
+) -> list[str]:
     """The same token under another id: such models do not read the same text."""
-    one, two = vocabulary(first) or {}, vocabulary(other) or {}
+    one, two = first or {}, other or {}
     moved = sorted(token for token in one.keys() & two.keys() if one[token] != two[token])
     if not moved:
         return []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from suture import sidecars
 from suture.attach import attach
 from suture.capture import end_tokens
 from suture.pipeline import Run
@@ -53,18 +55,19 @@ def generate_text(
     tokens = tokenize(member.tokenizer, [text], chat_template=chat, system=member.domain.system, max_length=1 << 20)
     surgeries = {}
     if label is not None:
-        job.capture([member])
+        job.capture([member], keep=True)
         surgeries[member.name] = load_surgery(job.calibrate(member, job.surgery(label)).path)
     model = job.merged_model()
     ids = tokens.ids[None].to(next(model.parameters()).device)  # [1, T]
     choice: dict[str, Any] = {"do_sample": False}
     if settings.temperature > 0:
         choice = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
-    # all named: what is left open would come from the checkpoint's own settings
-    choice |= {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+    # it stops where the domain's target stops, too
+    ends = sorted(end_tokens(model) | set(sidecars.end_tokens([member.checkpoint.base])))
     config = GenerationConfig(
-        max_new_tokens=settings.max_new_tokens, eos_token_id=sorted(end_tokens(model)) or None, pad_token_id=0, **choice
+        max_new_tokens=settings.max_new_tokens, eos_token_id=ends or None, pad_token_id=0, **choice
     )
+    model.generation_config = GenerationConfig()  # what a call leaves open comes from there
 
     class Streamer(TextStreamer):  # type: ignore[misc]
         """Hands pieces of text on instead of printing them."""
@@ -75,7 +78,8 @@ def generate_text(
 
     streamer = Streamer(member.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     torch.manual_seed(settings.seed)
-    with attach(model, surgeries).domain(member.name if surgeries else None), torch.inference_mode():
+    acting = attach(model, surgeries).domain(member.name) if surgeries else nullcontext()
+    with acting, torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer)
     written = out[0, ids.shape[1] :]
     return {"text": member.tokenizer.decode(written, skip_special_tokens=True), "tokens": len(written)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,8 +22,9 @@ from suture.adapter import AdapterReader
 from suture.checkpoint import Checkpoint, parse_reference, resolve
 from suture.errors import MergeError, did_you_mean
 from suture.family import check_family
-from suture.models import DTYPES, model_from_tensors
+from suture.models import DTYPES, load_tokenizer, model_from_tensors
 from suture.progress import SILENT, Progress
+from suture.sidecars import copy_code, copy_tokenizer, generation_config
 from suture.store import FileHashes, digest, need_disk
 
 
@@ -44,39 +44,34 @@ class Merge:
     def __init__(
         self, config: Mapping[str, Any], folder: Path, *, seed: int = 0, trust_remote_code: bool = False
     ) -> None:
-        from mergekit.config import MergeConfiguration
         from pydantic import ValidationError
 
         self.seed = seed
         self.trust_remote_code = trust_remote_code
         self.written = dict(config)
         _check_method(self.written.get("merge_method"))
+        kind = _configuration()
         try:
-            self.config = MergeConfiguration.model_validate(config)
+            parsed = kind.model_validate(config)
         except (ValidationError, RuntimeError) as error:
             raise MergeError(f"merge: mergekit refuses this configuration: {_lines(error)}") from error
-        unknown = sorted(set(config) - set(MergeConfiguration.model_fields))
+        unknown = sorted(set(config) - set(kind.model_fields))
         if unknown:
-            raise MergeError(
-                f"merge.{unknown[0]}: unknown field; {did_you_mean(unknown[0], MergeConfiguration.model_fields)}"
-            )
+            raise MergeError(f"merge.{unknown[0]}: unknown field; {did_you_mean(unknown[0], kind.model_fields)}")
         self.parents: dict[str, Checkpoint] = {}
-        self._place(folder)
+        self.config = self._placed(parsed, folder)
         self.resized = bool(self.config.tokenizer_source or self.config.tokenizer)
         self.notes = check_family(self.parents, rows_may_differ=self.resized)
 
-    def _place(self, folder: Path) -> None:
-        """Find every parent and put local folders into the configuration."""
+    def _placed(self, config: Any, folder: Path) -> Any:
+        """The configuration with every model found and replaced by its local folder, wherever it names one."""
         from mergekit.common import ModelPath, ModelReference
+        from pydantic import BaseModel
 
         def local(reference: Any) -> Any:
-            model, lora = reference.model, reference.lora
-            text = f"{model.path}@{model.revision}" if model.revision else model.path
-            if lora:
-                text += f"+{lora.path}" + (f"@{lora.revision}" if lora.revision else "")
             name = str(reference)
             if name not in self.parents:
-                self.parents[name] = resolve(parse_reference(text, folder))
+                self.parents[name] = resolve(parse_reference(name, folder))
             found = self.parents[name]
             return ModelReference(
                 model=ModelPath(path=str(found.base)),
@@ -84,20 +79,18 @@ class Merge:
                 override_architecture=reference.override_architecture,
             )
 
-        config = self.config
+        def walk(value: Any) -> Any:
+            if isinstance(value, ModelReference):
+                return local(value)
+            if isinstance(value, BaseModel):
+                return value.model_copy(update={name: walk(getattr(value, name)) for name in type(value).model_fields})
+            if isinstance(value, dict):
+                return {key: walk(entry) for key, entry in value.items()}
+            return [walk(entry) for entry in value] if isinstance(value, list) else value
+
         if config.base_model:
-            config.base_model = local(config.base_model)
-        modules = [config, *(config.modules or {}).values()]
-        for part in modules:
-            for model in part.models or []:
-                model.model = local(model.model)
-            for piece in part.slices or []:
-                if piece.base_model:
-                    piece.base_model = local(piece.base_model)
-                for source in piece.sources:
-                    source.model = local(source.model)
-        if config.tokenizer_source is not None and not isinstance(config.tokenizer_source, str):
-            config.tokenizer_source = local(config.tokenizer_source)
+            local(config.base_model)  # the first parent gives config and tokenizer
+        return walk(config)
 
     @property
     def donor(self) -> Checkpoint:
@@ -118,8 +111,8 @@ class Merge:
             "mergekit": importlib.metadata.version("mergekit"),
         }
         if self.resized:
-            files = [parent.base / "tokenizer.json" for parent in self.parents.values()]
-            found["tokenizers"] = [hashes.of(file) for file in files if file.exists()]
+            files = [file for parent in self.parents.values() for file in sorted(parent.base.glob("tokenizer*"))]
+            found["tokenizers"] = [hashes.of(file) for file in files]
         return digest(found)
 
     def need(self) -> int:
@@ -127,8 +120,7 @@ class Merge:
         written = self.config.out_dtype or self.config.dtype
         if not written:
             return self.donor.size
-        count = sum(math.prod(shape) for _, shape in self.donor.tensors.values())
-        return count * DTYPES[written].itemsize if written in DTYPES else self.donor.size
+        return self.donor.count * DTYPES[written].itemsize if written in DTYPES else self.donor.size
 
     @cached_property
     def weights(self) -> list[Weight]:
@@ -142,7 +134,9 @@ class Merge:
         tasks = [task.tensor_task for task in self._plan()[0] if isinstance(task.tensor_task, ExecuteMergeMethodTask)]
         given: dict[Any, dict[str, set[float]]] = {}
         normalised = False
+        scales: set[float] = set()
         for task in tasks:
+            scales.add(float(task.parameters.get("lambda", 1.0)))
             normalised = normalised or bool(task.parameters.get("normalize", False))
             for model, values in task.input_parameters.items():
                 for key in ("weight", "density"):
@@ -156,17 +150,15 @@ class Merge:
         single = {model: _single(values.get("weight")) for model, values in given.items()}
         known = [value for value in single.values() if value is not None]
         total = math.fsum(known) if normalised and len(known) == len(single) else 1.0
+        scale = _single(scales)  # mergekit's `lambda`, of the whole sum
         rows = []
         sparse = any(value < 1 for values in given.values() for value in values.get("density", ()))
         for model, values in given.items():
             name = names.get((model.model.path, model.lora.path if model.lora else None), str(model))
             weight = single[model]
-            # a varying weight under normalisation has no single effect
-            effective = (
-                weight / total
-                if weight is not None and total and (not normalised or len(known) == len(single))
-                else None
-            )
+            # a weight that varies by tensor has no single effect, nor has one that is divided by such
+            fixed = weight is not None and scale is not None and total and (not normalised or len(known) == len(single))
+            effective = scale * weight / total if fixed else None  # type: ignore[operator]
             rows.append(Weight(name, weight, effective, _single(values.get("density")) if sparse else None))
         return sorted(rows, key=lambda row: list(self.parents).index(row.model) if row.model in self.parents else 99)
 
@@ -178,17 +170,13 @@ class Merge:
         """
         from mergekit.common import dtype_from_name
         from mergekit.graph import Executor
-        from mergekit.tokenizer import TokenizerInfo
 
-        saves, extra = self._plan()
+        saves, _ = self._plan()
         plan = {save.tensor_task: save for save in saves}
         with torch.random.fork_rng(), self._loaders(), progress.stage("merge", len(plan)) as advance:
             torch.manual_seed(self.seed)
             try:
-                for task, value in Executor(targets=[*plan, *extra]).run(quiet=True):
-                    if isinstance(value, TokenizerInfo):
-                        self.tokenizer = value.tokenizer
-                        continue
+                for task, value in Executor(targets=list(plan)).run(quiet=True):
                     advance(1)
                     save = plan[task]
                     if value is None and not save.optional:
@@ -203,27 +191,48 @@ class Merge:
                             "small for this method (try dtype: float32 in the merge)"
                         )
                     yield save.tensor_name, value
-            except (RuntimeError, ValueError, KeyError) as error:
+            except (RuntimeError, ValueError, KeyError, OSError) as error:
                 raise MergeError(f"mergekit stopped: {_lines(error)}") from error
 
-    tokenizer: Any = None
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer that mergekit builds where `tokenizer_source` or `tokenizer` asks for one, else None.
+
+        Raises:
+            MergeError: for what mergekit cannot build.
+        """
+        from mergekit.graph import Executor
+
+        _, extra = self._plan()
+        try:
+            return (
+                next((info.tokenizer for _, info in Executor(targets=extra).run(quiet=True)), None) if extra else None
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise MergeError(f"merge: mergekit cannot build the tokenizer: {_lines(error)}") from error
+
+    def _donor_config(self) -> Any:
+        """The merged model's config before its vocabulary is known."""
+        from mergekit.merge import _model_out_config
+
+        return _model_out_config(self.config, self._architecture(), trust_remote_code=self.trust_remote_code)
 
     def config_out(self) -> Any:
         """The merged model's config, by mergekit's rules."""
-        from mergekit.merge import _model_out_config, _update_config_vocab
+        from mergekit.merge import _update_config_vocab
 
-        architecture = self._architecture()
-        config = _model_out_config(self.config, architecture, trust_remote_code=self.trust_remote_code)
-        if self.tokenizer is not None:
+        config = self._donor_config()
+        if self.resized and self.tokenizer is not None:
             padding = self.config.tokenizer.pad_to_multiple_of if self.config.tokenizer else None
-            _update_config_vocab(config, architecture, self.tokenizer, pad_to_multiple_of=padding)
+            _update_config_vocab(config, self._architecture(), self.tokenizer, pad_to_multiple_of=padding)
         return config
 
     def model(self, dtype: torch.dtype, device: torch.device, progress: Progress = SILENT) -> Any:
         """The merged model in memory; no checkpoint is written."""
         tensors = {name: tensor.to(dtype) for name, tensor in self.tensors(progress)}
         model = model_from_tensors(self.config_out(), tensors, dtype, device)
-        return with_generation_config(model, self.donor.base)
+        model.generation_config = generation_config(self._folders)
+        return model
 
     def write(self, folder: Path, progress: Progress = SILENT) -> None:
         """The merged checkpoint in an empty folder: shards, configs, tokenizer, mergekit_config.yml."""
@@ -236,11 +245,29 @@ class Merge:
             writer.save_tensor(name=name, tensor=tensor.contiguous(), clone=False)
         writer.finalize()
         self.config_out().save_pretrained(folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
-        else:
-            copy_side_files(self.donor.base, folder)
+        generation_config(self._folders).save_pretrained(folder)
+        copy_code(self.donor.base, folder)
+        self._write_tokenizer(folder)
         (folder / "mergekit_config.yml").write_text(yaml.safe_dump(self.written, sort_keys=False), encoding="utf-8")
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        """The built tokenizer or the donor's, with the chat template that the configuration asks for."""
+        from mergekit.merge import _set_chat_template
+
+        tokenizer = self.tokenizer
+        if tokenizer is None and not self.config.chat_template:
+            return copy_tokenizer(self.donor.base, folder)
+        tokenizer = tokenizer or load_tokenizer(self.donor.base, trust_remote_code=self.trust_remote_code)
+        try:
+            _set_chat_template(tokenizer, self.config)
+        except RuntimeError as error:
+            raise MergeError(f"merge.chat_template: {_lines(error)}") from error
+        tokenizer.save_pretrained(folder)
+
+    @property
+    def _folders(self) -> list[Path]:
+        """The parents' folders, the donor's first."""
+        return list(dict.fromkeys(parent.base for parent in self.parents.values()))
 
     def _architecture(self) -> Any:
         from mergekit.architecture import get_architecture_info
@@ -264,9 +291,9 @@ class Merge:
         config = self.config.model_copy(deep=True)  # planning rewrites it
         with self._loaders():
             try:
-                planner = MergePlanner(config, self._architecture(), self._options(), self.config_out())
+                planner = MergePlanner(config, self._architecture(), self._options(), self._donor_config())
                 tasks = planner.plan_to_disk("")  # nothing is written until its tasks run, and those do not
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, OSError) as error:
                 raise MergeError(f"merge: mergekit cannot plan this: {_lines(error)}") from error
         saves = [task for task in tasks if isinstance(task, SaveTensor)]
         return saves, [task for task in tasks if isinstance(task, BuildTokenizer)]
@@ -319,21 +346,25 @@ def _check_method(name: Any) -> None:
         raise MergeError(f"merge.merge_method: unknown method {name!r}; {did_you_mean(str(name), known)}")
 
 
-def with_generation_config(model: Any, folder: Path) -> Any:
-    """Give a model the generation config of a checkpoint folder, if that has one."""
-    from transformers import GenerationConfig
+def _configuration() -> Any:
+    """mergekit's configuration class, with the models it names in a fixed order.
 
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(str(folder))
-    return model
+    mergekit gives them as a set: which parent lends its config, and the ids of added tokens, would change from one
+    process to the next.
+    """
+    from mergekit.config import MergeConfiguration
 
+    class Ordered(MergeConfiguration):  # type: ignore[misc]
+        def referenced_models(self) -> list[Any]:
+            first = [self.base_model] if self.base_model else []
+            rest = sorted(set(super().referenced_models()) - set(first), key=self._written_order)
+            return first + rest
 
-def copy_side_files(source: Path, folder: Path) -> None:
-    """Tokenizer, chat template and generation config, from a parent to the merged checkpoint."""
-    patterns = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
-    for pattern in (*patterns, "chat_template*", "generation_config.json"):
-        for file in source.glob(pattern):
-            shutil.copyfile(file, folder / file.name)
+        def _written_order(self, reference: Any) -> tuple[int, str]:
+            written = [model.model for model in self.models or []]
+            return (written.index(reference) if reference in written else len(written), str(reference))
+
+    return Ordered
 
 
 def _single(values: set[float] | None) -> float | None:

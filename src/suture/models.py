@@ -29,8 +29,10 @@ def choose_device(name: str = "auto") -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ModelError(f"device: torch knows no {name!r}; write auto, cpu, cuda, cuda:0 or mps") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device: {name} was asked for, but torch sees no GPU (`suture doctor` says why)")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device: {name} was asked for, but torch cannot use it (`suture doctor` says why)") from error
     return device
 
 
@@ -93,7 +95,12 @@ def load_model(
 
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.base), dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
+            str(checkpoint.base),
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            # straight to the GPU: host memory may be the smaller
+            **({"device_map": {"": device}} if device.type == "cuda" else {}),
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelError(f"transformers cannot load {checkpoint.base}: {str(error).strip()}") from error
@@ -283,7 +290,12 @@ class Head:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """A copy that shares parameters but not the dict of children."""
+    """A copy that shares parameters but not the dict of children, and runs its class's own forward.
+
+    accelerate, for one, puts a forward on the instance that is bound to the original.
+    """
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
+    for name in ("forward", "_old_forward", "_hf_hook"):
+        twin.__dict__.pop(name, None)
     return twin

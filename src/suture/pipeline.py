@@ -21,15 +21,15 @@ import torch
 from suture.bias import BiasReport, measure_bias
 from suture.calibrate import calibrate
 from suture.capture import capture, respond
-from suture.checkpoint import parse_reference, resolve
+from suture.checkpoint import Checkpoint, parse_reference, resolve
 from suture.errors import PromptError, RecipeError
 from suture.evaluate.heldout import Score, score_calibration, score_heldout
 from suture.losses import NEED_HEADS
-from suture.merge import with_generation_config
-from suture.models import Head, load_model
+from suture.models import Head, load_model, need_memory
 from suture.plan import SPLITS, Member, Plan
 from suture.recipe import Recipe, Surgery, load_recipe, parse_recipe
-from suture.states import HiddenCache
+from suture.sidecars import copy_code
+from suture.states import HiddenCache, Tokens
 from suture.store import Artifact, replaced_folder, versions, write_json
 from suture.surgery import load_surgery, save_surgery
 
@@ -79,11 +79,14 @@ class Run(Plan):
         SutureError: whatever is wrong with recipe, models, prompts, disk or memory, before any work.
     """
 
-    def capture(self, members: Sequence[Member] | None = None) -> None:
+    _kept: Any = None
+
+    def capture(self, members: Sequence[Member] | None = None, *, keep: bool = False) -> None:
         """States of targets and of the merged model on calibration and held-out text, and their heads.
 
         Args:
             members: which domains; all by default.
+            keep: hold on to the merged model, should it be made, for what comes next.
         """
         chosen = list(self.members.values()) if members is None else members
         for member in chosen:
@@ -96,9 +99,10 @@ class Run(Plan):
         ]
         if missing or not self.store.find("head", self.head_inputs(self.fingerprint)):
             model = self.merged_model()
-            self._keep_head(model, self.fingerprint)
+            self._keep_head(model, self.fingerprint, self.donor)
             for member, split in missing:
                 self._keep_states(model, self.fingerprint, member, split, f"read {member.name} {split}, merged")
+            self._kept = model if keep else None
             del model
             _free()
         else:
@@ -118,7 +122,7 @@ class Run(Plan):
         with self.progress.stage(f"load the target of {name}", 1):
             remote = self.recipe.trust_remote_code
             model = load_model(member.checkpoint, self.dtype, self.device, trust_remote_code=remote)
-        self._keep_head(model, member.fingerprint)
+        self._keep_head(model, member.fingerprint, member.checkpoint)
         self._keep_states(model, member.fingerprint, member, "calibration", f"read {name} calibration, target")
         if not known:
             with self.store.create("responses", self.response_inputs(member)) as folder:
@@ -138,11 +142,12 @@ class Run(Plan):
         del model
         _free()
 
-    def _keep_head(self, model: Any, fingerprint: str) -> None:
+    def _keep_head(self, model: Any, fingerprint: str, checkpoint: Checkpoint) -> None:
         inputs = self.head_inputs(fingerprint)
         if not self.store.find("head", inputs):
             with self.store.create("head", inputs) as folder:
                 Head(model).save(folder)
+                copy_code(checkpoint.base, folder)
 
     def _keep_states(self, model: Any, fingerprint: str, member: Member, split: str, stage: str) -> None:
         inputs = self.states_inputs(fingerprint, member, split)
@@ -172,14 +177,17 @@ class Run(Plan):
 
     def merged_model(self) -> Any:
         """The merged model in memory: from its checkpoint where one was written, else merged now."""
+        if self._kept is not None:
+            return self._kept
+        self.need_memory()
         written = self.store.find("merged", {"merge": self.fingerprint})
         remote = self.recipe.trust_remote_code
         if self.merge is not None and written is None:
+            need_memory(int(1.2 * self.merge.need()), "merging in memory", torch.device("cpu"))
             return self.merge.model(self.dtype, self.device, self.progress)
         found = resolve(parse_reference(str(written.path))) if written else self.donor
         with self.progress.stage("load the merged model", 1):
-            model = load_model(found, self.dtype, self.device, trust_remote_code=remote)
-        return with_generation_config(model, found.base)
+            return load_model(found, self.dtype, self.device, trust_remote_code=remote)
 
     def write_merged(self, out: Path | None = None, force: bool = False) -> Path:
         """The merged checkpoint on disk: in a new folder, or in the store, where later stages find it.
@@ -280,9 +288,6 @@ class Run(Plan):
 
     def score(self, member: Member) -> list[Score]:
         """Held-out and calibration scores of one domain, whose modules are trained if they are not yet."""
-        overlap = set(member.split.calibration) & set(member.split.heldout)
-        if overlap:
-            raise PromptError(f"domains.{member.name}: {len(overlap)} prompts both calibrate and evaluate")
         modules = {surgery.label: self.calibrate(member, surgery) for surgery in self.recipe.surgery}
         inputs = {
             "domain": member.name,
@@ -293,10 +298,12 @@ class Run(Plan):
         found = self.store.find("scores", inputs)
         if found is None:
             surgeries = {label: load_surgery(found.path) for label, found in modules.items()}
+            heldout = self.states(member, "heldout")
+            self._check_disjoint(member, heldout[1].tokens)
             with self.store.create("scores", inputs) as folder:
                 scores = score_heldout(
                     member.name,
-                    *self.states(member, "heldout"),
+                    *heldout,
                     surgeries,
                     self.merged_head,
                     self.head(member.fingerprint),
@@ -353,6 +360,14 @@ class Run(Plan):
             "peak_bytes": result.peak,
             "reused": result.reused,
         }
+
+    def _check_disjoint(self, member: Member, heldout: Tokens) -> None:
+        """Compare the prompts of captured held-out text with those that trained, as tokens."""
+        trained = {tuple(row.tolist()) for row in self.states(member, "calibration")[1].tokens.sequences}
+        prompts = [row[:end] for row, end in zip(heldout.sequences, heldout.prompt_lengths.tolist(), strict=True)]
+        both = sum(tuple(prompt.tolist()) in trained for prompt in prompts)
+        if both:
+            raise PromptError(f"domains.{member.name}: {both} prompts both calibrate and evaluate")
 
     def _reuse(self, what: str) -> None:
         self.reused.append(what)

@@ -6,17 +6,17 @@ Also what each artifact is made of: content hashes and settings, nothing of this
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 from suture.checkpoint import Checkpoint, parse_reference, resolve
-from suture.errors import RecipeError, StoreError, did_you_mean
-from suture.family import check_family
-from suture.losses import NEED_HEADS, get_loss
+from suture.errors import PromptError, RecipeError, StoreError, did_you_mean
+from suture.family import check_readers
+from suture.losses import get_loss
 from suture.merge import Merge
 from suture.models import choose_device, choose_dtype, load_tokenizer, need_memory, tokenizer_folder
 from suture.progress import SILENT, Progress
@@ -106,31 +106,66 @@ class Plan:
         return Member(name, domain, checkpoint, fingerprint, tokenizer, split, calibration, encode(split.heldout))
 
     def _check(self) -> None:
-        """What can be known before any weight is read: the family, widths, disk and memory."""
-        parents = {
-            "the merged model": self.donor,
-            **{f"the target of {n}": m.checkpoint for n, m in self.members.items()},
-        }
-        for note in check_family(parents, rows_may_differ=True):
+        """What can be known before any weight is read: widths, vocabularies, lengths, overlap, disk and memory."""
+        targets = {name: member.checkpoint for name, member in self.members.items()}
+        built = self.merge.tokenizer if self.merge is not None and self.merge.resized else None
+        for note in check_readers(self.donor, built.get_vocab() if built else None, targets):
             self.progress.note(note)
-        text_config = self.donor.config.get("text_config", self.donor.config)
-        width = int(text_config.get("hidden_size") or text_config.get("n_embd") or 0)
+        settings = self.donor.text_config
+        width = int(settings.get("hidden_size") or settings.get("n_embd") or 0)
+        self.rows = len(built) if built else int(settings.get("vocab_size") or 0)
         for surgery in self.recipe.surgery:
             if width:
                 with torch.device("meta"):
                     make_surgery(surgery.module, width, surgery.rank, surgery.t_max)
-        size = torch.empty((), dtype=self.dtype).element_size()
+        for member in self.members.values():
+            self._check_tokens(member)
         tokens = sum(
             len(m.calibration.ids) + len(m.prompts.ids) + len(m.prompts) * self.recipe.heldout.tokens
             for m in self.members.values()
         )
-        rows = int(text_config.get("vocab_size") or 0)
-        heads = (1 + len(self.members)) * rows * width * size
+        size = self.dtype.itemsize
+        heads = (1 + len(self.members)) * self.rows * width * size
         need_disk(self.store.root, 2 * tokens * width * size + heads + (1 << 20), "storing hidden states")
         if not self.captured():
-            models = [self.donor, *(member.checkpoint for member in self.members.values())]
-            largest = max(sum(math.prod(shape) for _, shape in model.tensors.values()) for model in models) * size
-            need_memory(int(1.2 * largest) + 500_000_000, "the largest model with its activations", self.device)
+            self.need_memory(*targets.values())
+
+    def need_memory(self, *others: Checkpoint) -> None:
+        """Refuse when the largest of the merged model and these others does not fit the device.
+
+        Raises:
+            ResourceError: with what is needed and what is free.
+        """
+        largest = max(model.count for model in (self.donor, *others)) * self.dtype.itemsize
+        need_memory(int(1.2 * largest) + 500_000_000, "the largest model with its activations", self.device)
+
+    def _check_tokens(self, member: Member) -> None:
+        """One domain's tokens: none twice, none too long for a model, none unknown to the merged model."""
+        where = f"domains.{member.name}"
+        calibrated = {tuple(row.tolist()) for row in member.calibration.sequences}
+        both = sum(tuple(row.tolist()) in calibrated for row in member.prompts.sequences)
+        if both:
+            raise PromptError(
+                f"{where}: {both} held-out prompts are calibration prompts token for token once they are cut to "
+                f"max_length {self.recipe.max_length}: raise it"
+            )
+        longest = max(
+            int(member.calibration.lengths.max()), int(member.prompts.lengths.max()) + self.recipe.heldout.tokens
+        )
+        for model in (self.donor, member.checkpoint):
+            limit = model.text_config.get("max_position_embeddings") or model.text_config.get("n_positions")
+            if limit and longest > limit:
+                raise PromptError(
+                    f"{where}: texts of up to {longest} tokens, but {model.reference} reads {limit} at most: lower "
+                    "max_length or heldout.tokens"
+                )
+        highest = max(int(member.calibration.ids.max()), int(member.prompts.ids.max()))
+        if self.rows and highest >= self.rows:
+            token = member.tokenizer.convert_ids_to_tokens(highest)
+            raise PromptError(
+                f"{where}: the prompts hold the token {token!r} ({highest}), which the merged model, with {self.rows} "
+                "rows, does not have: write them without it, or merge with mergekit's `tokenizer_source`"
+            )
 
     def captured(self) -> bool:
         """Whether no language model is needed any more."""
@@ -164,7 +199,9 @@ class Plan:
         if found is None:
             return None
         rows = json.loads((found.path / "responses.json").read_text())
-        return Tokens.of(rows["ids"], rows["prompt_lengths"])
+        # a token that only the target has ends the text: the merged model cannot read it
+        ids = [list(takewhile(lambda token: token < self.rows, row)) if self.rows else row for row in rows["ids"]]
+        return Tokens.of(ids, rows["prompt_lengths"])
 
     def heldout_tokens(self, member: Member) -> Tokens:
         """Held-out prompts with what the target wrote for them."""
@@ -190,8 +227,10 @@ class Plan:
     def surgery_inputs(self, member: Member, surgery: Surgery) -> dict[str, Any]:
         """What makes a trained module: both models' states and the settings, but not its label."""
         return {
-            "states": {split: self.states_keys(member, split) for split in SPLITS},
-            "heads": [self.fingerprint, member.fingerprint] if surgery.loss in NEED_HEADS else [],
+            "models": [self.fingerprint, member.fingerprint],
+            "dtype": str(self.dtype),
+            "calibration": member.calibration.first(surgery.samples).fingerprint(),
+            "heldout": self.heldout_tokens(member).fingerprint(),
             "settings": surgery.model_dump(exclude={"name"}),
         }
 

@@ -46,6 +46,11 @@ class Tokens:
         """The ids as one tensor a sequence."""
         return list(torch.split(self.ids, self.lengths.tolist()))
 
+    def first(self, sequences: int) -> Tokens:
+        """The first sequences only."""
+        lengths = self.lengths[:sequences]
+        return Tokens(self.ids[: int(lengths.sum())], lengths, self.prompt_lengths[:sequences])
+
     def fingerprint(self) -> str:
         """A hash of the content."""
         return digest([self.ids.tolist(), self.lengths.tolist(), self.prompt_lengths.tolist()])
@@ -114,11 +119,8 @@ class HiddenCache:
 
     def first(self, sequences: int) -> HiddenCache:
         """The first sequences only."""
-        if sequences >= len(self.tokens):
-            return self
-        lengths = self.tokens.lengths[:sequences]
-        end = int(lengths.sum())
-        tokens = Tokens(self.tokens.ids[:end], lengths, self.tokens.prompt_lengths[:sequences])
+        tokens = self.tokens.first(sequences)
+        end = len(tokens.ids)
         return HiddenCache(tokens, self.states[:end], None if self.entropy is None else self.entropy[:end])
 
     def to(self, device: torch.device) -> HiddenCache:

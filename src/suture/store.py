@@ -205,13 +205,9 @@ def _open_to_readers(folder: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    import psutil
+
+    return psutil.pid_exists(pid)
 
 
 class FileHashes:

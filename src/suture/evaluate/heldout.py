@@ -20,6 +20,7 @@ from suture.progress import SILENT, Progress
 from suture.states import HiddenCache, check_pair
 from suture.surgery import Surgery
 
+MOST_NATS = 700.0  # of a broken model: what exp can still take
 ROWS = 256  # states whose logits exist at one time
 Decode = Callable[[Tensor], Tensor]
 
@@ -83,7 +84,7 @@ def score_heldout(
         values = {
             "kl": found["kl"] / count,
             "agreement": found["agreement"] / count,
-            "perplexity": math.exp(found["nll"] / count),
+            "perplexity": math.exp(min(found["nll"] / count, MOST_NATS)),
             "rho_l1": reduction(before, after),
         }
         scores += [Score(domain, name, metric, "heldout", value, len(rows)) for metric, value in values.items()]

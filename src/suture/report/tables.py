@@ -48,6 +48,7 @@ def verdicts(scores: Sequence[Score]) -> list[str]:
 def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> Any:
     """A table for the terminal; the first `left` columns are text, the rest figures."""
     from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
@@ -57,7 +58,7 @@ def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]],
     for before, row in zip(["", *(row[0] for row in rows)], rows, strict=False):
         if grouped and before not in ("", row[0]):
             table.add_section()
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table
 
 
