@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from suture.adapter import lora_factors
 from suture.checkpoint import parse_reference, resolve
+from suture.engine import merge_methods
 from suture.errors import FamilyError, MergeError
-from suture.merge import Merge, merge_methods
+from suture.merge import Merge
 from suture.store import FileHashes
 
 CPU = torch.device("cpu")

@@ -145,7 +145,7 @@ def test_a_second_run_loads_no_model(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("suture.pipeline.load_model", refuse)
+    monkeypatch.setattr("suture.reading.load_model", refuse)
     monkeypatch.setattr("suture.merge.Merge.model", refuse)
     result = open_run(family / "recipe.yaml", place).run(tmp_path / "again")
     assert (tmp_path / "again" / "scores.json").read_bytes() == (folder / "scores.json").read_bytes()
@@ -170,7 +170,7 @@ def test_a_recipe_that_shares_targets_reuses_their_states(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a target was loaded")
 
-    monkeypatch.setattr("suture.pipeline.load_model", refuse)
+    monkeypatch.setattr("suture.reading.load_model", refuse)
     scores = open_run(path, place).run(tmp_path / "run").scores
     assert len(scores) == 40
 

@@ -8,14 +8,14 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from suture.errors import SutureError, did_you_mean
+from suture.errors import SutureError
 from suture.progress import SILENT, Progress, TerminalProgress
 
 if TYPE_CHECKING:
@@ -287,58 +287,15 @@ def list_(
 ) -> None:
     """Names that recipes can use: merge methods, surgery modules, losses; or the artifacts in the store."""
     with _told(as_json):
-        listers: dict[str, Callable[[], list[dict[str, Any]]]] = {
-            "methods": _methods,
-            "modules": _modules,
-            "losses": _losses,
-            "artifacts": lambda: _artifacts(store),
-        }
-        if what and what not in listers:
-            raise SutureError(f"unknown list {what!r}; {did_you_mean(what, listers)}")
-        names = [what] if what else ["methods", "modules", "losses"]
-        found = {name: listers[name]() for name in names}
+        from suture.inventory import inventory
+
+        if what in ("", "methods"):
+            _hush()
+        found = inventory(what, store)
         if as_json:
             return _print_json(found)
         for name, rows in found.items():
             _print_rows(name, rows)
-
-
-def _methods() -> list[dict[str, Any]]:
-    _hush()
-    from suture.merge import merge_methods
-
-    return [{"name": name, "method": full} for name, full in merge_methods()]
-
-
-def _modules() -> list[dict[str, Any]]:
-    from suture.surgery import MODULES
-
-    return [{"name": name, "what": _first_line(kind)} for name, kind in MODULES.items()]
-
-
-def _losses() -> list[dict[str, Any]]:
-    from suture.losses import LOSSES
-
-    return [{"name": name, "what": _first_line(function)} for name, function in LOSSES.items()]
-
-
-def _artifacts(store: Path | None) -> list[dict[str, Any]]:
-    from suture.store import Store
-
-    return [
-        {
-            "kind": found.kind,
-            "key": found.key,
-            "made": found.spec["made"],
-            "MB": round(sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file()) / 1e6, 2),
-            "path": str(found.path),
-        }
-        for found in Store(store).list()
-    ]
-
-
-def _first_line(thing: Any) -> str:
-    return str(thing.__doc__ or "").strip().splitlines()[0]
 
 
 @app.command()

@@ -1,11 +1,12 @@
 """Merging, all of it by mergekit's own engine: to disk, or tensor by tensor into a model in memory.
 
 Adapters are never written out as full checkpoints: mergekit reads them through a loader that adds B A to a base tensor
-when that tensor's turn comes. Nothing else in the package imports mergekit.
+when that tensor's turn comes. Only this file and engine.py import mergekit.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import math
 from collections.abc import Iterator, Mapping
@@ -18,8 +19,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from suture.adapter import AdapterReader
 from suture.checkpoint import Checkpoint, parse_reference, resolve
+from suture.engine import Engine, check_method, configuration_class, one_line
 from suture.errors import MergeError, did_you_mean
 from suture.family import check_family
 from suture.models import DTYPES, load_tokenizer, model_from_tensors
@@ -49,12 +50,12 @@ class Merge:
         self.seed = seed
         self.trust_remote_code = trust_remote_code
         self.written = dict(config)
-        _check_method(self.written.get("merge_method"))
-        kind = _configuration()
+        check_method(self.written.get("merge_method"))
+        kind = configuration_class()
         try:
             parsed = kind.model_validate(config)
         except (ValidationError, RuntimeError) as error:
-            raise MergeError(f"merge: mergekit refuses this configuration: {_lines(error)}") from error
+            raise MergeError(f"merge: mergekit refuses this configuration: {one_line(error)}") from error
         unknown = sorted(set(config) - set(kind.model_fields))
         if unknown:
             raise MergeError(f"merge.{unknown[0]}: unknown field; {did_you_mean(unknown[0], kind.model_fields)}")
@@ -92,6 +93,12 @@ class Merge:
             local(config.base_model)  # the first parent gives config and tokenizer
         return walk(config)
 
+    @cached_property
+    def engine(self) -> Engine:
+        """mergekit's plan for this merge."""
+        parents = list(self.parents.values())
+        return Engine(self.config, parents, seed=self.seed, trust_remote_code=self.trust_remote_code)
+
     @property
     def donor(self) -> Checkpoint:
         """The parent whose config and tokenizer the merged model gets: the base, else the first."""
@@ -107,6 +114,7 @@ class Merge:
             places[placed] = parent.fingerprint(hashes)
         found = {
             "config": _replaced(text, places),
+            "parents": list(places.values()),
             "seed": self.seed,
             "mergekit": importlib.metadata.version("mergekit"),
         }
@@ -131,7 +139,8 @@ class Merge:
         """
         from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 
-        tasks = [task.tensor_task for task in self._plan()[0] if isinstance(task.tensor_task, ExecuteMergeMethodTask)]
+        planned = [save.tensor_task for save in self.engine.saves]
+        tasks = [task for task in planned if isinstance(task, ExecuteMergeMethodTask)]
         given: dict[Any, dict[str, set[float]]] = {}
         normalised = False
         scales: set[float] = set()
@@ -171,9 +180,8 @@ class Merge:
         from mergekit.common import dtype_from_name
         from mergekit.graph import Executor
 
-        saves, _ = self._plan()
-        plan = {save.tensor_task: save for save in saves}
-        with torch.random.fork_rng(), self._loaders(), progress.stage("merge", len(plan)) as advance:
+        plan = {save.tensor_task: save for save in self.engine.saves}
+        with torch.random.fork_rng(), self.engine, progress.stage("merge", len(plan)) as advance:
             torch.manual_seed(self.seed)
             try:
                 for task, value in Executor(targets=list(plan)).run(quiet=True):
@@ -192,7 +200,7 @@ class Merge:
                         )
                     yield save.tensor_name, value
             except (RuntimeError, ValueError, KeyError, OSError) as error:
-                raise MergeError(f"mergekit stopped: {_lines(error)}") from error
+                raise MergeError(f"mergekit stopped: {one_line(error)}") from error
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -203,28 +211,22 @@ class Merge:
         """
         from mergekit.graph import Executor
 
-        _, extra = self._plan()
+        tasks = self.engine.tokenizers
         try:
             return (
-                next((info.tokenizer for _, info in Executor(targets=extra).run(quiet=True)), None) if extra else None
+                next((info.tokenizer for _, info in Executor(targets=tasks).run(quiet=True)), None) if tasks else None
             )
         except (RuntimeError, ValueError, OSError) as error:
-            raise MergeError(f"merge: mergekit cannot build the tokenizer: {_lines(error)}") from error
-
-    def _donor_config(self) -> Any:
-        """The merged model's config before its vocabulary is known."""
-        from mergekit.merge import _model_out_config
-
-        return _model_out_config(self.config, self._architecture(), trust_remote_code=self.trust_remote_code)
+            raise MergeError(f"merge: mergekit cannot build the tokenizer: {one_line(error)}") from error
 
     def config_out(self) -> Any:
         """The merged model's config, by mergekit's rules."""
         from mergekit.merge import _update_config_vocab
 
-        config = self._donor_config()
+        config = copy.deepcopy(self.engine.model_config)
         if self.resized and self.tokenizer is not None:
             padding = self.config.tokenizer.pad_to_multiple_of if self.config.tokenizer else None
-            _update_config_vocab(config, self._architecture(), self.tokenizer, pad_to_multiple_of=padding)
+            _update_config_vocab(config, self.engine.architecture, self.tokenizer, pad_to_multiple_of=padding)
         return config
 
     def model(self, dtype: torch.dtype, device: torch.device, progress: Progress = SILENT) -> Any:
@@ -261,110 +263,13 @@ class Merge:
         try:
             _set_chat_template(tokenizer, self.config)
         except RuntimeError as error:
-            raise MergeError(f"merge.chat_template: {_lines(error)}") from error
+            raise MergeError(f"merge.chat_template: {one_line(error)}") from error
         tokenizer.save_pretrained(folder)
 
     @property
     def _folders(self) -> list[Path]:
         """The parents' folders, the donor's first."""
         return list(dict.fromkeys(parent.base for parent in self.parents.values()))
-
-    def _architecture(self) -> Any:
-        from mergekit.architecture import get_architecture_info
-
-        try:
-            return get_architecture_info(self.config, self._options())
-        except (RuntimeError, ValueError) as error:
-            raise MergeError(f"mergekit knows no layout for these models: {_lines(error)}") from error
-
-    def _options(self) -> Any:
-        from mergekit.options import MergeOptions
-
-        return MergeOptions(trust_remote_code=self.trust_remote_code, random_seed=self.seed, quiet=True)
-
-    def _plan(self) -> tuple[list[Any], list[Any]]:
-        """mergekit's plan: a task a tensor with its name and dtype, and the tokenizer's where one is to be built."""
-        from mergekit.io.tasks import SaveTensor
-        from mergekit.plan import MergePlanner
-        from mergekit.tokenizer import BuildTokenizer
-
-        config = self.config.model_copy(deep=True)  # planning rewrites it
-        with self._loaders():
-            try:
-                planner = MergePlanner(config, self._architecture(), self._options(), self._donor_config())
-                tasks = planner.plan_to_disk("")  # nothing is written until its tasks run, and those do not
-            except (RuntimeError, ValueError, OSError) as error:
-                raise MergeError(f"merge: mergekit cannot plan this: {_lines(error)}") from error
-        saves = [task for task in tasks if isinstance(task, SaveTensor)]
-        return saves, [task for task in tasks if isinstance(task, BuildTokenizer)]
-
-    def _loaders(self) -> Any:
-        return _Loaders(list(self.parents.values()), self.trust_remote_code)
-
-
-class _Loaders:
-    """mergekit's loader cache, filled with our readers for the length of a block: parents of one base share its map."""
-
-    def __init__(self, parents: list[Checkpoint], trust_remote_code: bool) -> None:
-        self.parents, self.trust_remote_code = parents, trust_remote_code
-
-    def __enter__(self) -> None:
-        from mergekit.common import ModelPath, ModelReference
-        from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
-        from mergekit.io.tasks import LoaderCache
-
-        cache = LoaderCache()
-        cache.trust_remote_code = self.trust_remote_code
-        shared: dict[Path, Any] = {}
-        for parent in self.parents:
-            if parent.base not in shared:
-                shared[parent.base] = LazyTensorLoader(ShardedTensorIndex.from_disk(str(parent.base)))
-            reader = shared[parent.base]
-            lora = ModelPath(path=str(parent.adapter)) if parent.adapter else None
-            reference = ModelReference(model=ModelPath(path=str(parent.base)), lora=lora)
-            cache.loaders[reference] = AdapterReader(reader, parent) if parent.adapter else reader
-
-    def __exit__(self, *error: object) -> None:
-        from mergekit.io.tasks import LoaderCache
-
-        LoaderCache().flush_all()
-        LoaderCache().loaders.clear()
-
-
-def merge_methods() -> list[tuple[str, str]]:
-    """(name, full name) of every method that mergekit has."""
-    from mergekit.merge_methods.registry import registered_methods
-
-    return sorted((method.spec.name, method.spec.pretty_name or method.spec.name) for method in registered_methods())
-
-
-def _check_method(name: Any) -> None:
-    known = [method for method, _ in merge_methods()]
-    if name is None:
-        raise MergeError(f"merge.merge_method: missing; known: {', '.join(known)}")
-    if name not in known:
-        raise MergeError(f"merge.merge_method: unknown method {name!r}; {did_you_mean(str(name), known)}")
-
-
-def _configuration() -> Any:
-    """mergekit's configuration class, with the models it names in a fixed order.
-
-    mergekit gives them as a set: which parent lends its config, and the ids of added tokens, would change from one
-    process to the next.
-    """
-    from mergekit.config import MergeConfiguration
-
-    class Ordered(MergeConfiguration):  # type: ignore[misc]
-        def referenced_models(self) -> list[Any]:
-            first = [self.base_model] if self.base_model else []
-            rest = sorted(set(super().referenced_models()) - set(first), key=self._written_order)
-            return first + rest
-
-        def _written_order(self, reference: Any) -> tuple[int, str]:
-            written = [model.model for model in self.models or []]
-            return (written.index(reference) if reference in written else len(written), str(reference))
-
-    return Ordered
 
 
 def _single(values: set[float] | None) -> float | None:
@@ -377,7 +282,3 @@ def _replaced(value: Any, places: Mapping[str, str]) -> Any:
     if isinstance(value, list):
         return [_replaced(entry, places) for entry in value]
     return places.get(value, value) if isinstance(value, str) else value
-
-
-def _lines(error: Exception) -> str:
-    return " ".join(str(error).split())
