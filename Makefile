@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # the torch that suture is developed with; any other: make setup TORCH="torch==2.9.1"
 TORCH ?= torch==2.13.0
 
-.PHONY: setup base demo test test-slow check docs docs-serve clean
+.PHONY: setup base demo test test-slow check docs site clean
 
 $(BIN)/suture: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,9 +39,9 @@ check: $(BIN)/suture
 docs: $(BIN)/suture ## write the generated pages
 	$(BIN)/python docs/generate.py
 
-docs-serve: docs
+site: docs ## the documentation as a site in site/
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
-	$(BIN)/mkdocs serve
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) runs site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

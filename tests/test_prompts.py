@@ -335,3 +335,14 @@ def test_a_prompt_without_tokens():
     bare = PreTrainedTokenizerFast(tokenizer_object=inner)
     with pytest.raises(PromptError, match="the tokenizer makes no tokens of '  '"):
         tokenize(bare, ["one", "  "])
+
+
+def test_a_data_set_beside_the_recipe(tmp_path, monkeypatch):
+    """The `datasets` library reads it; a name that is no folder would be looked up on the hub."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "test.jsonl").write_text('{"question": "one"}\n{"question": "two"}\n')
+    source = Prompts(dataset="words", split="test", template="Q: {question}")
+    assert read_prompts(source, tmp_path, "here") == ["Q: one", "Q: two"]
+    with pytest.raises(PromptError, match="here: cannot load the data set words"):
+        read_prompts(Prompts(dataset="words", split="train", field="question"), tmp_path, "here")

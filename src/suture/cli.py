@@ -111,6 +111,12 @@ def run(
 
     The folder gets `scores.json`, `report.md`, `figures/`, the bias of each domain and the trained modules. Stages
     whose artifacts exist are skipped, so a stopped run goes on where it was and a second one ends quickly.
+
+    Examples:
+
+        suture run recipe.yaml
+
+        suture run recipe.yaml --out results/first --json > first.json
     """
     with _told(as_json):
         from suture.report.tables import HEADER, rich_table, score_rows, verdicts
@@ -152,7 +158,7 @@ def merge(
     out: Annotated[
         Optional[Path], typer.Option(help="Write the checkpoint into this new folder.", show_default=False)
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace the folder if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the folder if it exists.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     store: StoreFolder = None,
@@ -161,6 +167,12 @@ def merge(
 
     Without `--out` it is kept in the store, and later commands load it from there instead of merging in memory. `run`
     and `capture` need no checkpoint on disk.
+
+    Examples:
+
+        suture merge recipe.yaml --out merged
+
+        suture merge recipe.yaml --json --quiet
     """
     with _told(as_json):
         job = _open(recipe, store, quiet)
@@ -217,7 +229,14 @@ def calibrate(
     quiet: Quiet = False,
     store: StoreFolder = None,
 ) -> None:
-    """Train the recipe's surgery modules on captured states. No language model is loaded if the states are there."""
+    """Train the recipe's surgery modules on captured states. No language model is loaded if the states are there.
+
+    Examples:
+
+        suture calibrate recipe.yaml
+
+        suture calibrate recipe.yaml --domain math --domain code
+    """
     with _told(as_json):
         job = _open(recipe, store, quiet)
         members = job.chosen(domain)
@@ -245,12 +264,12 @@ def generate(
     surgery: Annotated[
         Optional[str], typer.Option(help="Which module, by label; the recipe's last by default.", show_default=False)
     ] = None,
-    uncorrected: Annotated[bool, typer.Option(help="The merged model as it is.")] = False,
+    uncorrected: Annotated[bool, typer.Option("--uncorrected", help="The merged model as it is.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.")] = 1.0,
     seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
-    raw: Annotated[bool, typer.Option(help="The prompt as it is: no template of the recipe.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is: no template of the recipe.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     store: StoreFolder = None,
@@ -259,6 +278,14 @@ def generate(
 
     The domain is named by you and never guessed. What the recipe does to prompts (its template, the chat template) is
     done to this one too, unless `--raw`.
+
+    Examples:
+
+        suture generate recipe.yaml --domain math --prompt "What is 12 times 15?"
+
+        suture generate runs/smollm2 -d code --uncorrected < prompt.txt
+
+        suture generate recipe.yaml -d math --surgery standard-l1 --temperature 0.7 --seed 3 -p "..."
     """
     with _told(as_json):
         if prompt is None and sys.stdin.isatty():

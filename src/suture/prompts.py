@@ -46,10 +46,10 @@ def _rows(source: Prompts, folder: Path, where: str) -> list[Any]:
     if source.dataset is not None:
         import datasets
 
+        beside = folder / source.dataset  # a data set kept with the recipe
+        name = str(beside) if beside.is_dir() else source.dataset
         try:
-            return list(
-                datasets.load_dataset(source.dataset, source.name, split=source.split, revision=source.revision)
-            )
+            return list(datasets.load_dataset(name, source.name, split=source.split, revision=source.revision))
         except Exception as error:  # the library's errors share no base; all mean the same here
             raise PromptError(f"{where}: cannot load the data set {source.dataset}: {error}") from error
     path = folder / Path(source.path or "").expanduser()
