@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from suture.bias import LATE, bias, measure_bias, reduction
 from suture.calibrate import calibrate, rho
 from suture.errors import SurgeryError
+from suture.losses import LOSSES, Batch, ewl1
 from suture.states import HiddenCache, Tokens
-from suture.surgery import make_surgery, save_surgery
+from suture.surgery import MODULES, make_surgery, save_surgery
 
 H = 10
 
@@ -78,8 +79,8 @@ def test_training_equals_a_literal_padded_loop() -> None:
     assert expected[-1] < 0.8 * expected[0]
 
 
-@pytest.mark.parametrize("module", ["standard", "darts", "add", "parallel"])
-@pytest.mark.parametrize("loss", ["l1", "ewl1", "kl", "ce"])
+@pytest.mark.parametrize("module", sorted(MODULES))
+@pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_every_module_learns_by_every_loss(module: str, loss: str) -> None:
     merged, target = caches([6, 9, 7, 8, 5])
     head = torch.randn(13, H, generator=torch.Generator().manual_seed(5))
@@ -100,10 +101,11 @@ def test_every_module_learns_by_every_loss(module: str, loss: str) -> None:
         decode=decode,
         decode_target=decode,
     )
-    start, end = sum(found.losses[:10]), sum(found.losses[-10:])
-    assert end < 0.9 * start
-    assert found.surgery.parameter_count() > 0
-    if loss in ("l1", "ewl1"):
+    if loss in MODULES[module].solved_by:
+        assert found.losses == []
+    else:
+        assert sum(found.losses[-10:]) < 0.9 * sum(found.losses[:10])
+    if loss in ("l1", "ewl1", "l2", "ewl2"):
         assert found.rho_calibration > 0.2
 
 
@@ -134,8 +136,6 @@ def test_a_free_table_without_content_ends_at_the_weighted_median() -> None:
     module.content.down.weight.requires_grad_(False)
     module.content.up.weight.requires_grad_(False)
     optimiser = torch.optim.Adam([module.table.rows], lr=3e-3)
-    from suture.losses import Batch, ewl1
-
     for _ in range(1500):
         loss = ewl1(module(merged.states, merged.tokens.positions), Batch(target.states, target.entropy))
         optimiser.zero_grad()

@@ -83,7 +83,7 @@ def test_calibration_scores_and_gap() -> None:
     merged = HiddenCache(tokens, torch.ones(3, 4))
     surgery = make_surgery("darts", 4, 1, 2)
     surgery.table.rows.data.fill_(0.5)  # halves the bias of the first two tokens
-    found = {score.model: score for score in score_calibration("a", merged, target, {"half": surgery})}
+    found = {score.model: score for score in score_calibration("a", {"half": (surgery, merged, target)})}
     assert found["half"].value == pytest.approx(1 / 3)
     assert found["half"].split == "calibration"
     assert found["half"].n_tokens == 3

@@ -119,7 +119,7 @@ def test_scores_hold_on_models_loaded_by_hand(family: Path, finished: tuple[Path
     rows = json.loads((folder / "scores.json").read_text())
     merged, target = job.merged_model(), load(f"{family}/base+{family}/lora", device="cpu")[0]
     member = job.members["chat"]
-    tokens = job.heldout_tokens(member)
+    tokens = job.tokens(member, "heldout")
     surgery = load_surgery(folder / "surgery" / "chat" / "darts")
     attached = attach(merged, {"chat": surgery})
     before, after = [], []
@@ -173,6 +173,40 @@ def test_a_recipe_that_shares_targets_reuses_their_states(
     monkeypatch.setattr("suture.reading.load_model", refuse)
     scores = open_run(path, place).run(tmp_path / "run").scores
     assert len(scores) == 40
+
+
+def test_surgery_on_responses_and_in_closed_form(family: Path, finished: tuple[Path, Path], tmp_path: Path) -> None:
+    """Targets continue their calibration prompts; a module may be trained on that, another on prompts alone."""
+    place, folder = finished
+    small = {"rank": 4, "steps": 5, "samples": 12}
+    surgery = [
+        {"module": "darts", "loss": "ewl1", "T_max": 32, "rank": 4, "steps": 30, "samples": 12, "batch": 4},
+        {"module": "affine", "loss": "l2", "calibrate_on": "responses", **small},
+        {"module": "standard", "loss": "l1", "calibrate_on": "responses", "name": "std", **small},
+    ]
+    path = write(family, "responses", surgery=surgery, response_tokens=6)
+    job = open_run(path, place)
+    scores = job.run(tmp_path / "run").scores
+    models = [score.model for score in scores if (score.domain, score.metric, score.split) == ("math", "kl", "heldout")]
+    assert models == ["target", "merged", "darts", "affine-responses", "std"]
+    member = job.members["math"]
+    text, prompts = job.tokens(member, "responses"), member.calibration
+    assert text.prompt_lengths.tolist() == prompts.lengths.tolist()
+    assert int((text.lengths - text.prompt_lengths).max()) == 6
+    assert text.prompts() == prompts.prompts()
+    count = {score.model: score.n_tokens for score in scores if (score.domain, score.split) == ("math", "calibration")}
+    assert count["darts"] == len(prompts.ids)
+    assert count["std"] == count["affine-responses"] == int((text.lengths - text.prompt_lengths).sum())
+    # the paper's protocol is not touched by what stands beside it
+    kept = {
+        r["metric"]: r["value"]
+        for r in json.loads((folder / "scores.json").read_text())
+        if r["model"] == "darts" and r["domain"] == "math" and r["split"] == "heldout"
+    }
+    assert {s.metric: s.value for s in scores if (s.model, s.domain, s.split) == ("darts", "math", "heldout")} == kept
+    history = json.loads((tmp_path / "run" / "surgery" / "math" / "affine-responses" / "history.json").read_text())
+    assert history["losses"] == []
+    assert history["ridge"] in {float(ridge) for ridge in history["ridge_errors"]}
 
 
 def test_stages_are_the_same_artifacts(family: Path, finished: tuple[Path, Path], tmp_path: Path) -> None:
@@ -332,7 +366,7 @@ def test_bad_input_is_told_before_any_work(family: Path, tmp_path: Path, monkeyp
         "unknown surgery module 'drats'; did you mean 'darts'",
         surgery={"module": "drats", "samples": 3},
     )
-    bad(family, store, SutureError, "unknown loss 'l2'", surgery={"loss": "l2", "samples": 3})
+    bad(family, store, SutureError, "unknown loss 'mse'", surgery={"loss": "mse", "samples": 3})
     bad(family, store, SutureError, "rank is 33, above the width of the states, 32", surgery={"rank": 33, "samples": 3})
     bad(family, store, PromptError, r"domains\.math\.prompts: 32 different prompts, but 50 to calibrate", surgery={})
     bad(family, store, ModelError, "no such folder", domains={"math": {**domain, "target": "./nowhere"}})
@@ -354,7 +388,7 @@ def test_bad_input_is_told_before_any_work(family: Path, tmp_path: Path, monkeyp
 def test_a_removed_artifact_is_told(family: Path, finished: tuple[Path, Path], tmp_path: Path) -> None:
     job = Run(load_recipe(family / "recipe.yaml"), store=Store(tmp_path / "store"))
     with pytest.raises(StoreError, match="not captured yet"):
-        job.heldout_tokens(job.members["math"])
+        job.tokens(job.members["math"], "heldout")
     with pytest.raises(RecipeError, match=r"has no run\.json"):
         read_recipe(tmp_path)
 

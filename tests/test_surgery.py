@@ -31,6 +31,9 @@ def bottleneck(content: torch.nn.Module, h: Tensor) -> Tensor:
 
 def literal(name: str, module: Surgery, h: Tensor, t: int) -> Tensor:
     """Corrected state of one token: Eq. 3, Eq. 4 and the variants of Table 11."""
+    if name == "affine":
+        down, up, offset = (t.double() for t in (module.down.weight, module.up.weight, module.up.bias))
+        return h - (up @ (down @ h) + offset)
     row = torch.zeros(H, dtype=torch.float64)
     if name != "standard" and t < T_MAX:
         row = module.table.rows[t].double()
@@ -62,7 +65,8 @@ def test_new_module_is_the_identity_but_can_learn(name: str) -> None:
     h = torch.randn(6, H)
     assert torch.equal(module(h, POSITIONS), h)
     (module(h, POSITIONS) ** 2).sum().backward()
-    assert float(module.content.up.weight.grad.abs().sum()) > 0
+    up = module.up if name == "affine" else module.content.up
+    assert float(up.weight.grad.abs().sum()) > 0
     if name == "parallel":  # a zero embedding would never get a gradient
         assert float(module.position.up.weight.grad.abs().sum()) > 0
 
@@ -117,6 +121,8 @@ def literal_loss(name: str, corrected: Tensor, batch: Batch, head: Tensor, head_
         total += {
             "l1": distance,
             "ewl1": float(e) / mean_entropy * distance,
+            "l2": float(((c - h) ** 2).sum()) / H,
+            "ewl2": float(e) / mean_entropy * float(((c - h) ** 2).sum()) / H,
             "kl": float((p_star * (p_star.log() - log_p)).sum()),
             "ce": -float(log_p[int(p_star.argmax())]),
         }[name]
@@ -154,7 +160,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(SurgeryError, match="did you mean 'darts'"):
         make_surgery("dart", H)
     with pytest.raises(SurgeryError, match="did you mean 'ewl1'"):
-        get_loss("ewl")
+        get_loss("wewl1")
     with pytest.raises(SurgeryError, match="rank is 13, above the width of the states, 12"):
         make_surgery("darts", H, 13)
     with pytest.raises(StoreError, match="holds no surgery module"):

@@ -139,7 +139,7 @@ def test_a_token_that_only_the_target_has_ends_its_text(family: Path, tmp_path: 
         ]
         rows = {"ids": ids, "prompt_lengths": member.prompts.lengths.tolist()}
         (folder / "responses.json").write_text(json.dumps(rows))
-    found = job.heldout_tokens(member)
+    found = job.tokens(member, "heldout")
     assert (found.lengths - found.prompt_lengths).tolist() == [3, 2, 3, 2, 3]
     assert all(score.n_tokens == 13 for score in job.run(tmp_path / "run").scores if score.split == "heldout")
 

@@ -1,13 +1,14 @@
 """Calibration: cached states of a merged model and of a target → a trained surgery module. No language model is loaded.
 
 Adam with betas (0.9, 0.999) in float32, a minibatch of whole prompts a step, flat over their tokens: padding does not
-exist here, so none is computed.
+exist here, so none is computed. Where a module's loss has a closed form, it is solved instead.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from suture.bias import bias, reduction
 from suture.errors import SurgeryError
 from suture.losses import NEED_ENTROPY, NEED_HEADS, Batch, Decode, get_loss
 from suture.progress import SILENT, Progress
+from suture.ridge import Moments, cross_validate
 from suture.states import HiddenCache, check_pair
-from suture.surgery import Surgery, make_surgery
+from suture.surgery import MODULES, Affine, Surgery, make_surgery
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Calibration:
         surgery: the module, rounded to the dtype it is stored in and back to float32.
         losses: one value a step.
         rho_calibration, rho_heldout: L1 reduction (Eq. 7); held-out is None where no such states were given.
-        seconds: of the training loop.
+        seconds: of the training loop, or of solving.
+        details: what else is worth keeping: `rank` and, where it was cross-validated, `ridge` and `ridge_errors`.
     """
 
     surgery: Surgery
@@ -36,6 +39,7 @@ class Calibration:
     rho_calibration: float
     rho_heldout: float | None
     seconds: float
+    details: dict[str, Any]
 
 
 def calibrate(
@@ -72,25 +76,71 @@ def calibrate(
         SurgeryError: for an unknown module or loss, states that do not match, entropies or heads that are missing, or
             a loss that is no longer finite.
     """
-    function = get_loss(loss)
+    get_loss(loss)
     check_pair(merged, target)
     if loss in NEED_ENTROPY and target.entropy is None:
         raise SurgeryError(f"loss {loss} needs the target's entropies: capture the target with entropy=True")
     if loss in NEED_HEADS and (decode is None or decode_target is None):
         raise SurgeryError(f"loss {loss} needs the heads of the merged model and of the target")
+    make_surgery(module, merged.states.shape[-1], rank, 1)
     place = device or merged.states.device
+    # rho is about these, training about all
+    given, wanted = merged.to(place), target.to(place)
+    began = time.monotonic()
+    if loss in MODULES[module].solved_by:
+        surgery, details = _solve(given, wanted, loss, rank, progress, stage)
+        history = []
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            surgery = make_surgery(module, merged.states.shape[-1], rank, t_max).to(place)
+        heads = Heads(decode, decode_target)
+        history = _train(surgery, given, wanted, loss, heads, steps, lr, batch, seed, progress, stage)
+        details = {"rank": rank}
+    seconds = time.monotonic() - began
+    surgery.to("cpu").eval().requires_grad_(False)
+    for tensor in surgery.state_dict().values():
+        tensor.copy_(tensor.to(dtype).float())  # what is measured is what is stored
+    return Calibration(
+        surgery,
+        history,
+        rho(surgery, merged, target),
+        rho(surgery, *heldout) if heldout is not None else None,
+        seconds,
+        details,
+    )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of the merged model and of the target, for losses that read logits."""
+
+    merged: Decode | None
+    target: Decode | None
+
+
+def _train(
+    surgery: Surgery,
+    merged: HiddenCache,
+    target: HiddenCache,
+    loss: str,
+    heads: Heads,
+    steps: int,
+    lr: float,
+    batch: int,
+    seed: int,
+    progress: Progress,
+    stage: str,
+) -> list[float]:
+    """Adam on minibatches of whole prompts; the loss of each step."""
+    function = get_loss(loss)
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        surgery = make_surgery(module, merged.states.shape[-1], rank, t_max).to(place)
     optimiser = torch.optim.Adam(surgery.parameters(), lr=lr, betas=(0.9, 0.999))
-    given, wanted = merged.states.to(place).float(), target.states.to(place).float()  # [N, H] each
-    entropy = target.entropy.to(place) if target.entropy is not None else None  # [N]
-    positions = merged.tokens.positions.to(place)  # [N]
-    spans = torch.split(torch.arange(len(given), device=place), merged.tokens.lengths.tolist())
+    given, wanted = merged.states.float(), target.states.float()  # [N, H] each
+    positions = merged.tokens.positions.to(given.device)  # [N]
+    spans = torch.split(torch.arange(len(given), device=given.device), merged.tokens.lengths.tolist())
     queue: list[int] = []
     history: list[Tensor] = []
-    began = time.monotonic()
     with progress.stage(stage, steps) as advance:
         for _ in range(steps):
             while len(queue) < batch:
@@ -98,37 +148,56 @@ def calibrate(
             chosen, queue = queue[:batch], queue[batch:]
             rows = torch.cat([spans[index] for index in chosen])  # [n] tokens of these prompts
             corrected = surgery(given[rows], positions[rows])  # [n, H]
-            weights = entropy[rows] if entropy is not None else None
-            value = function(corrected, Batch(wanted[rows], weights, decode, decode_target))
+            weights = target.entropy[rows] if target.entropy is not None else None
+            value = function(corrected, Batch(wanted[rows], weights, heads.merged, heads.target))
             optimiser.zero_grad(set_to_none=True)
             value.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             history.append(value.detach())
             advance(1)
-    seconds = time.monotonic() - began
     curve = torch.stack(history)
     if not bool(torch.isfinite(curve).all()):
         step = int((~torch.isfinite(curve)).nonzero()[0, 0])
-        raise SurgeryError(
-            f"training {module} by {loss} diverged at step {step + 1} of {steps}: lower surgery.lr ({lr:g})"
-        )
-    surgery.to("cpu").eval().requires_grad_(False)
-    for tensor in surgery.state_dict().values():
-        tensor.copy_(tensor.to(dtype).float())  # what is measured is what is stored
-    return Calibration(
-        surgery,
-        curve.tolist(),
-        rho(surgery, merged, target),
-        rho(surgery, *heldout) if heldout is not None else None,
-        seconds,
-    )
+        raise SurgeryError(f"training by {loss} diverged at step {step + 1} of {steps}: lower surgery.lr ({lr:g})")
+    return [float(value) for value in curve]
+
+
+def _solve(
+    merged: HiddenCache, target: HiddenCache, loss: str, rank: int, progress: Progress, stage: str
+) -> tuple[Surgery, dict[str, Any]]:
+    """The affine map nearest to h - h*, its ridge chosen by cross-validation over prompts.
+
+    A map of rank r needs more than r tokens: with fewer the rank is lowered, and `details` says to what.
+    """
+    lengths = merged.tokens.lengths.tolist()
+    rank = max(1, min(rank, len(merged.states) - 1, merged.states.shape[-1]))
+    entropy = target.entropy if loss in NEED_ENTROPY else None
+    weights = torch.split(entropy, lengths) if entropy is not None else [None] * len(lengths)
+    prompts = []
+    with progress.stage(stage, len(lengths)) as advance:
+        for one, two, weight in zip(
+            torch.split(merged.states, lengths), torch.split(target.states, lengths), weights, strict=True
+        ):
+            prompts.append(Moments.of(one, one.double() - two.double(), weight))
+            advance(1)
+        choice = cross_validate(prompts, rank)
+    found = choice.solution
+    errors = {f"{ridge:g}": error for ridge, error in choice.errors.items()}
+    details = {"rank": rank, "ridge": choice.ridge, "ridge_errors": errors}
+    return Affine.of(found.down.float(), found.up.float(), found.offset.float()), details
+
+
+def rho_rows(cache: HiddenCache) -> Tensor:
+    """[n] indices of the states that rho is about: those that write responses, or all where there are none."""
+    if torch.equal(cache.tokens.prompt_lengths, cache.tokens.lengths):
+        return torch.arange(len(cache.states))
+    return cache.scored()[0]
 
 
 @torch.inference_mode()
 def rho(surgery: Surgery, merged: HiddenCache, target: HiddenCache) -> float:
     """L1 reduction of a module (Eq. 7) on the states that write responses, or on all where there are none."""
     check_pair(merged, target)
-    responses = not torch.equal(merged.tokens.prompt_lengths, merged.tokens.lengths)
-    rows = merged.scored()[0] if responses else slice(None)
+    rows = rho_rows(merged)
     states, wanted, positions = merged.states[rows], target.states[rows], merged.tokens.positions[rows]  # [n, H], [n]
     return reduction(bias(states, wanted), bias(surgery(states, positions), wanted))

@@ -44,6 +44,18 @@ def ewl1(corrected: Tensor, batch: Batch) -> Tensor:
     return (weight * (corrected - batch.target).abs().mean(-1)).mean()
 
 
+def l2(corrected: Tensor, batch: Batch) -> Tensor:
+    """Mean over tokens of ||corrected - target||_2^2 / H."""
+    return ((corrected - batch.target) ** 2).mean()
+
+
+def ewl2(corrected: Tensor, batch: Batch) -> Tensor:
+    """As l2, each token weighted by its entropy over the minibatch's mean entropy."""
+    assert batch.entropy is not None
+    weight = batch.entropy / batch.entropy.mean().clamp_min(1e-12)  # [N]
+    return (weight * ((corrected - batch.target) ** 2).mean(-1)).mean()
+
+
 def kl(corrected: Tensor, batch: Batch) -> Tensor:
     """Mean over tokens of KL(p* || p), p* = softmax(W*_U h*), p = softmax(W_U corrected), on rows both heads have."""
     return _by_chunks(_kl_rows, corrected, batch)
@@ -82,8 +94,8 @@ def shared_rows(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
     return one[..., :size], two[..., :size]
 
 
-LOSSES: dict[str, Loss] = {"l1": l1, "ewl1": ewl1, "kl": kl, "ce": ce}
-NEED_ENTROPY = frozenset({"ewl1"})
+LOSSES: dict[str, Loss] = {"l1": l1, "ewl1": ewl1, "l2": l2, "ewl2": ewl2, "kl": kl, "ce": ce}
+NEED_ENTROPY = frozenset({"ewl1", "ewl2"})
 NEED_HEADS = frozenset({"kl", "ce"})
 
 

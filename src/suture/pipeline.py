@@ -16,10 +16,10 @@ from suture.calibrate import calibrate
 from suture.errors import PromptError, RecipeError
 from suture.evaluate.heldout import Score, score_calibration, score_heldout
 from suture.losses import NEED_HEADS
-from suture.plan import SPLITS, Member
+from suture.plan import Member
 from suture.reading import Reading
 from suture.recipe import Recipe, Surgery, load_recipe, parse_recipe
-from suture.states import Tokens
+from suture.states import HiddenCache, Tokens
 from suture.store import Artifact, versions, write_json
 from suture.surgery import load_surgery, save_surgery
 
@@ -97,7 +97,7 @@ class Run(Reading):
         if found is not None:
             self._reuse(f"{surgery.label} for {member.name}")
             return found
-        merged, target = (cache.first(surgery.samples) for cache in self.states(member, "calibration"))
+        merged, target = self._trained_on(member, surgery)
         heads = surgery.loss in NEED_HEADS
         with self.store.create("surgery", inputs) as folder:
             dtype = torch.bfloat16 if surgery.dtype == "bfloat16" else torch.float32
@@ -122,6 +122,7 @@ class Run(Reading):
                 "calibration_rows": member.split.calibration_rows[: surgery.samples],
                 "heldout_rows": member.split.heldout_rows,
                 "losses": done.losses,
+                **done.details,
             }
             write_json(folder / "history.json", history)
         return self.store.get("surgery", inputs)
@@ -140,13 +141,15 @@ class Run(Reading):
             "domain": member.name,
             "surgeries": {label: found.key for label, found in modules.items()},
             "heads": [self.fingerprint, member.fingerprint],
-            "states": [self.states_keys(member, split) for split in SPLITS],
+            "states": self.states_keys(member, "heldout"),
         }
         found = self.store.find("scores", inputs)
         if found is None:
             surgeries = {label: load_surgery(found.path) for label, found in modules.items()}
             heldout = self.states(member, "heldout")
-            self._check_disjoint(member, heldout[1].tokens)
+            trained = {each.label: self._trained_on(member, each) for each in self.recipe.surgery}
+            for _, target in trained.values():
+                self._check_disjoint(member, target.tokens, heldout[1].tokens)
             with self.store.create("scores", inputs) as folder:
                 scores = score_heldout(
                     member.name,
@@ -156,7 +159,7 @@ class Run(Reading):
                     self.head(member.fingerprint),
                     progress=self.progress,
                     stage=f"score {member.name}",
-                ) + score_calibration(member.name, *self.states(member, "calibration"), surgeries)
+                ) + score_calibration(member.name, {label: (surgeries[label], *trained[label]) for label in surgeries})
                 write_json(folder / "scores.json", [score.row() for score in scores])
             return scores
         self._reuse(f"scores of {member.name}")
@@ -208,13 +211,17 @@ class Run(Reading):
             "reused": result.reused,
         }
 
-    def _check_disjoint(self, member: Member, heldout: Tokens) -> None:
-        """Compare the prompts of captured held-out text with those that trained, as tokens."""
-        trained = {tuple(row.tolist()) for row in self.states(member, "calibration")[1].tokens.sequences}
-        prompts = [row[:end] for row, end in zip(heldout.sequences, heldout.prompt_lengths.tolist(), strict=True)]
-        both = sum(tuple(prompt.tolist()) in trained for prompt in prompts)
+    def _trained_on(self, member: Member, surgery: Surgery) -> tuple[HiddenCache, HiddenCache]:
+        """(merged, target) states that a surgery is trained on."""
+        merged, target = self.states(member, surgery.split)
+        return merged.first(surgery.samples), target.first(surgery.samples)
+
+    @staticmethod
+    def _check_disjoint(member: Member, trained: Tokens, heldout: Tokens) -> None:
+        """Compare the prompts of held-out text with those that trained, as tokens."""
+        both = trained.prompts() & heldout.prompts()
         if both:
-            raise PromptError(f"domains.{member.name}: {both} prompts both calibrate and evaluate")
+            raise PromptError(f"domains.{member.name}: {len(both)} prompts both calibrate and evaluate")
 
 
 def peak_memory() -> int:

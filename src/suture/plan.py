@@ -26,8 +26,6 @@ from suture.states import Tokens
 from suture.store import FileHashes, Store, need_disk
 from suture.surgery import make_surgery
 
-SPLITS = ("calibration", "heldout")
-
 
 @dataclass
 class Member:
@@ -120,10 +118,11 @@ class Plan:
                     make_surgery(surgery.module, width, surgery.rank, surgery.t_max)
         for member in self.members.values():
             self._check_tokens(member)
-        tokens = sum(
-            len(m.calibration.ids) + len(m.prompts.ids) + len(m.prompts) * self.recipe.heldout.tokens
-            for m in self.members.values()
-        )
+        tokens = 0
+        for member in self.members.values():
+            for split in self.splits:
+                prompts, more = self.to_continue(member, split)
+                tokens += len(prompts.ids) + (len(prompts) * more if split != "calibration" else 0)
         size = self.dtype.itemsize
         heads = (1 + len(self.members)) * self.rows * width * size
         need_disk(self.store.root, 2 * tokens * width * size + heads + (1 << 20), "storing hidden states")
@@ -142,16 +141,15 @@ class Plan:
     def _check_tokens(self, member: Member) -> None:
         """One domain's tokens: none twice, none too long for a model, none unknown to the merged model."""
         where = f"domains.{member.name}"
-        calibrated = {tuple(row.tolist()) for row in member.calibration.sequences}
+        calibrated = member.calibration.prompts()
         both = sum(tuple(row.tolist()) in calibrated for row in member.prompts.sequences)
         if both:
             raise PromptError(
                 f"{where}: {both} held-out prompts are calibration prompts token for token once they are cut to "
                 f"max_length {self.recipe.max_length}: raise it"
             )
-        longest = max(
-            int(member.calibration.lengths.max()), int(member.prompts.lengths.max()) + self.recipe.heldout.tokens
-        )
+        written = {split: self.to_continue(member, split)[1] if split != "calibration" else 0 for split in self.splits}
+        longest = max(int(self.to_continue(member, split)[0].lengths.max()) + more for split, more in written.items())
         for model in (self.donor, member.checkpoint):
             limit = model.text_config.get("max_position_embeddings") or model.text_config.get("n_positions")
             if limit and longest > limit:
@@ -167,15 +165,21 @@ class Plan:
                 "rows, does not have: write them without it, or merge with mergekit's `tokenizer_source`"
             )
 
+    @property
+    def splits(self) -> list[str]:
+        """What is read in each domain: the text that surgeries are trained on, and held-out text."""
+        wanted = dict.fromkeys(surgery.split for surgery in self.recipe.surgery)
+        return [*sorted(wanted), "heldout"]
+
     def captured(self) -> bool:
         """Whether no language model is needed any more."""
         return all(
-            self.find_heldout(member) is not None
+            self.find_tokens(member, split) is not None
             and self.store.find("head", self.head_inputs(fingerprint))
             and self.store.find("states", self.states_inputs(fingerprint, member, split))
             for member in self.members.values()
             for fingerprint in (member.fingerprint, self.fingerprint)
-            for split in SPLITS
+            for split in self.splits
         )
 
     # What each artifact is made of
@@ -184,18 +188,27 @@ class Plan:
         """What makes a kept head: the model and the dtype."""
         return {"model": fingerprint, "dtype": str(self.dtype)}
 
-    def response_inputs(self, member: Member) -> dict[str, Any]:
-        """What makes held-out text: the target, its dtype, the prompts and how much it writes."""
+    def response_inputs(self, member: Member, split: str = "heldout") -> dict[str, Any]:
+        """What makes text that a target writes: the target, its dtype, the prompts and how much it writes."""
+        prompts, tokens = self.to_continue(member, split)
         return {
             "model": member.fingerprint,
             "dtype": str(self.dtype),
-            "prompts": member.prompts.fingerprint(),
-            "tokens": self.recipe.heldout.tokens,
+            "prompts": prompts.fingerprint(),
+            "tokens": tokens,
         }
 
-    def find_heldout(self, member: Member) -> Tokens | None:
-        """Held-out prompts with what the target wrote for them, if it has."""
-        found = self.store.find("responses", self.response_inputs(member))
+    def to_continue(self, member: Member, split: str) -> tuple[Tokens, int]:
+        """(prompts, how many tokens to write) of a split whose text the target writes."""
+        if split == "heldout":
+            return member.prompts, self.recipe.heldout.tokens
+        return member.calibration, self.recipe.response_tokens
+
+    def find_tokens(self, member: Member, split: str) -> Tokens | None:
+        """The tokens of one split: prompts as they are, or with what the target wrote for them, if it has."""
+        if split == "calibration":
+            return member.calibration
+        found = self.store.find("responses", self.response_inputs(member, split))
         if found is None:
             return None
         rows = json.loads((found.path / "responses.json").read_text())
@@ -203,16 +216,20 @@ class Plan:
         ids = [list(takewhile(lambda token: token < self.rows, row)) if self.rows else row for row in rows["ids"]]
         return Tokens.of(ids, rows["prompt_lengths"])
 
-    def heldout_tokens(self, member: Member) -> Tokens:
-        """Held-out prompts with what the target wrote for them."""
-        found = self.find_heldout(member)
+    def tokens(self, member: Member, split: str) -> Tokens:
+        """As `find_tokens`, for tokens that must be there.
+
+        Raises:
+            StoreError: when the target has not written them.
+        """
+        found = self.find_tokens(member, split)
         if found is None:
-            raise StoreError(f"the responses of domain {member.name} are not captured yet: run `suture capture`")
+            raise StoreError(f"the {split} text of domain {member.name} is not captured yet: run `suture capture`")
         return found
 
     def states_inputs(self, fingerprint: str, member: Member, split: str) -> dict[str, Any]:
         """What makes captured states: the model, its dtype, the tokens, and whether entropies are kept too."""
-        tokens = member.calibration if split == "calibration" else self.heldout_tokens(member)
+        tokens = self.tokens(member, split)
         # a target's states carry its entropies, and are the same for every recipe that shares it
         entropy = fingerprint == member.fingerprint
         return {"model": fingerprint, "dtype": str(self.dtype), "tokens": tokens.fingerprint(), "entropy": entropy}
@@ -229,8 +246,8 @@ class Plan:
         return {
             "models": [self.fingerprint, member.fingerprint],
             "dtype": str(self.dtype),
-            "calibration": member.calibration.first(surgery.samples).fingerprint(),
-            "heldout": self.heldout_tokens(member).fingerprint(),
+            "calibration": self.tokens(member, surgery.split).first(surgery.samples).fingerprint(),
+            "heldout": self.tokens(member, "heldout").fingerprint(),
             "settings": surgery.model_dump(exclude={"name"}),
         }
 

@@ -18,7 +18,7 @@ from suture.capture import capture, respond
 from suture.checkpoint import Checkpoint, parse_reference, resolve
 from suture.errors import RecipeError
 from suture.models import Head, load_model, need_memory
-from suture.plan import SPLITS, Member, Plan
+from suture.plan import Member, Plan
 from suture.sidecars import copy_code
 from suture.states import HiddenCache
 from suture.store import replaced_folder
@@ -42,7 +42,7 @@ class Reading(Plan):
         missing = [
             (member, split)
             for member in chosen
-            for split in SPLITS
+            for split in self.splits
             if not self.store.find("states", self.states_inputs(self.fingerprint, member, split))
         ]
         if missing or not self.store.find("head", self.head_inputs(self.fingerprint)):
@@ -57,13 +57,10 @@ class Reading(Plan):
             self._reuse("states of the merged model")
 
     def _capture_target(self, member: Member) -> None:
-        known = self.find_heldout(member) is not None
-        if (
-            known
-            and all(
-                self.store.find("states", self.states_inputs(member.fingerprint, member, split)) for split in SPLITS
-            )
-            and self.store.find("head", self.head_inputs(member.fingerprint))
+        if self.store.find("head", self.head_inputs(member.fingerprint)) and all(
+            self.find_tokens(member, split) is not None
+            and self.store.find("states", self.states_inputs(member.fingerprint, member, split))
+            for split in self.splits
         ):
             return self._reuse(f"states of the target of {member.name}")
         name = member.name
@@ -71,24 +68,24 @@ class Reading(Plan):
             remote = self.recipe.trust_remote_code
             model = load_model(member.checkpoint, self.dtype, self.device, trust_remote_code=remote)
         self._keep_head(model, member.fingerprint, member.checkpoint)
-        self._keep_states(model, member.fingerprint, member, "calibration", f"read {name} calibration, target")
-        if not known:
-            with self.store.create("responses", self.response_inputs(member)) as folder:
-                tokens = respond(
-                    model,
-                    member.prompts,
-                    self.recipe.heldout.tokens,
-                    progress=self.progress,
-                    stage=f"write {name} held-out text",
-                )
-                rows = {
-                    "ids": [row.tolist() for row in tokens.sequences],
-                    "prompt_lengths": tokens.prompt_lengths.tolist(),
-                }
-                (folder / "responses.json").write_text(json.dumps(rows))
-        self._keep_states(model, member.fingerprint, member, "heldout", f"read {name} heldout, target")
+        for split in self.splits:
+            if self.find_tokens(member, split) is None:
+                self._write(model, member, split)
+            self._keep_states(model, member.fingerprint, member, split, f"read {name} {split}, target")
         del model
         _free()
+
+    def _write(self, model: Any, member: Member, split: str) -> None:
+        """Let a target continue the prompts of a split."""
+        prompts, more = self.to_continue(member, split)
+        what = "held-out text" if split == "heldout" else "responses"
+        with self.store.create("responses", self.response_inputs(member, split)) as folder:
+            tokens = respond(model, prompts, more, progress=self.progress, stage=f"write {member.name} {what}")
+            rows = {
+                "ids": [row.tolist() for row in tokens.sequences],
+                "prompt_lengths": tokens.prompt_lengths.tolist(),
+            }
+            (folder / "responses.json").write_text(json.dumps(rows))
 
     def _keep_head(self, model: Any, fingerprint: str, checkpoint: Checkpoint) -> None:
         inputs = self.head_inputs(fingerprint)
@@ -101,14 +98,14 @@ class Reading(Plan):
         inputs = self.states_inputs(fingerprint, member, split)
         if self.store.find("states", inputs):
             return
-        tokens = member.calibration if split == "calibration" else self.heldout_tokens(member)
+        tokens = self.tokens(member, split)
         with self.store.create("states", inputs) as folder:
             capture(model, tokens, entropy=inputs["entropy"], progress=self.progress, stage=stage).save(folder)
 
     def describe_states(self, member: Member) -> list[dict[str, Any]]:
         """A row for each captured cache of a domain: which model and split, its tokens and folder."""
         rows = []
-        for split in SPLITS:
+        for split in self.splits:
             for model, fingerprint in (("merged", self.fingerprint), ("target", member.fingerprint)):
                 found = self.store.get("states", self.states_inputs(fingerprint, member, split))
                 cache = HiddenCache.load(found.path)

@@ -83,7 +83,9 @@ class Surgery(Strict):
     """One correction to train: a module, a loss, and how. The defaults are the paper's DARTS."""
 
     name: str | None = Field(
-        None, description="How tables and `--surgery` call it; `darts` for the paper's, else `<module>-<loss>`."
+        None,
+        description="How tables and `--surgery` call it; `darts` for the paper's, else `<module>-<loss>`, "
+        "with `-responses` where it is calibrated on those.",
     )
     module: str = Field("darts", description="`suture list modules` names them.")
     loss: str = Field("ewl1", description="`suture list losses` names them.")
@@ -96,6 +98,11 @@ class Surgery(Strict):
     batch: int = Field(8, ge=1, description="Prompts a step.")
     seed: int = Field(0, ge=0, description="Order of the calibration prompts and start of the weights.")
     samples: int = Field(50, ge=1, description="Calibration prompts.")
+    calibrate_on: Literal["prompts", "responses"] = Field(
+        "prompts",
+        description="`prompts` is the paper's protocol; with `responses` the target first continues its prompts, and "
+        "all of that text counts.",
+    )
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="How the module is stored; it trains in float32."
     )
@@ -105,7 +112,14 @@ class Surgery(Strict):
         """The name in tables: `darts`, `standard-l1`, …"""
         if self.name:
             return self.name
-        return "darts" if (self.module, self.loss) == ("darts", "ewl1") else f"{self.module}-{self.loss}"
+        short = (self.module, self.loss) in (("darts", "ewl1"), ("affine", "l2"))
+        base = self.module if short else f"{self.module}-{self.loss}"
+        return base if self.calibrate_on == "prompts" else f"{base}-responses"
+
+    @property
+    def split(self) -> str:
+        """Which captured text it is trained on: `calibration` (the prompts alone) or `responses`."""
+        return "calibration" if self.calibrate_on == "prompts" else "responses"
 
 
 class Heldout(Strict):
@@ -140,6 +154,11 @@ class Recipe(Strict):
         default_factory=default_surgery, description="One correction or a list of them."
     )
     heldout: Heldout = Field(default_factory=Heldout, description="The text that scores are measured on.")
+    response_tokens: int = Field(
+        64,
+        ge=1,
+        description="Tokens that a target writes for each calibration prompt, where a surgery asks for responses.",
+    )
     split_seed: int = Field(0, ge=0, description="Which prompts calibrate and which are held out.")
     max_length: int = Field(512, ge=2, description="Prompts are cut to this many tokens.")
     dtype: Dtype = Field("auto", description="Of forward passes: `auto` is bfloat16 on a GPU and float32 on a CPU.")

@@ -46,6 +46,12 @@ class Tokens:
         """The ids as one tensor a sequence."""
         return list(torch.split(self.ids, self.lengths.tolist()))
 
+    def prompts(self) -> set[tuple[int, ...]]:
+        """The prompts alone, as ids."""
+        return {
+            tuple(row[:end].tolist()) for row, end in zip(self.sequences, self.prompt_lengths.tolist(), strict=True)
+        }
+
     def first(self, sequences: int) -> Tokens:
         """The first sequences only."""
         lengths = self.lengths[:sequences]

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from suture.bias import bias, reduction
-from suture.calibrate import rho
+from suture.calibrate import rho, rho_rows
 from suture.progress import SILENT, Progress
 from suture.states import HiddenCache, check_pair
 from suture.surgery import Surgery
 
 MOST_NATS = 700.0  # of a broken model: what exp can still take
+FIXED = {"target": 1.0, "merged": 0.0}  # rho by definition
 ROWS = 256  # states whose logits exist at one time
 Decode = Callable[[Tensor], Tensor]
 
@@ -101,16 +102,15 @@ def _add(sums: dict[str, float], model: Tensor, target: Tensor, labels: Tensor) 
 
 
 @torch.inference_mode()
-def score_calibration(
-    domain: str, merged: HiddenCache, target: HiddenCache, surgeries: Mapping[str, Surgery]
-) -> list[Score]:
-    """rho_L1 on all tokens of the calibration prompts: what the modules were trained on."""
-    values = {
-        "target": 1.0,
-        "merged": 0.0,
-        **{name: rho(surgery, merged, target) for name, surgery in surgeries.items()},
-    }
-    return [Score(domain, name, "rho_l1", "calibration", value, len(merged.states)) for name, value in values.items()]
+def score_calibration(domain: str, trained: Mapping[str, tuple[Surgery, HiddenCache, HiddenCache]]) -> list[Score]:
+    """rho_L1 of each surgery on what it was trained on, given as (surgery, merged states, target states) by label."""
+    scores: list[Score] = []
+    for label, (surgery, merged, target) in trained.items():
+        count = len(rho_rows(merged))
+        if not scores:
+            scores = [Score(domain, name, "rho_l1", "calibration", value, count) for name, value in FIXED.items()]
+        scores.append(Score(domain, label, "rho_l1", "calibration", rho(surgery, merged, target), count))
+    return scores
 
 
 def gap_closed(scores: list[Score], domain: str, model: str) -> float | None:

@@ -157,11 +157,14 @@ def draw_losses(histories: Mapping[str, Mapping[str, Sequence[float]]], path: Pa
     for column, (domain, found) in enumerate(histories.items()):
         axis = axes[0][column]
         for name, losses in found.items():
+            if not losses:  # solved, not trained
+                continue
             axis.plot(losses, color=paint[name], linewidth=0.9, label=name)
         axis.set_title(domain, loc="left", fontweight="bold")
         axis.set_xlabel("step")
         axis.grid(axis="y", color=GRID)
         if column == 0:
             axis.set_ylabel("training loss")
-            axis.legend(frameon=False)
+            if axis.lines:
+                axis.legend(frameon=False)
     _save(figure, path)

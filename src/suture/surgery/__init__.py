@@ -10,14 +10,32 @@ from safetensors.torch import load_file, save_file
 
 from suture.errors import StoreError, SurgeryError, did_you_mean
 from suture.surgery.add import Add
+from suture.surgery.affine import Affine
 from suture.surgery.base import Surgery
 from suture.surgery.darts import Darts
 from suture.surgery.parallel import Parallel
 from suture.surgery.standard import Standard
 
-MODULES: dict[str, type[Surgery]] = {"standard": Standard, "darts": Darts, "add": Add, "parallel": Parallel}
+MODULES: dict[str, type[Surgery]] = {
+    "standard": Standard,
+    "darts": Darts,
+    "add": Add,
+    "parallel": Parallel,
+    "affine": Affine,
+}
 
-__all__ = ["MODULES", "Add", "Darts", "Parallel", "Standard", "Surgery", "load_surgery", "make_surgery", "save_surgery"]
+__all__ = [
+    "MODULES",
+    "Add",
+    "Affine",
+    "Darts",
+    "Parallel",
+    "Standard",
+    "Surgery",
+    "load_surgery",
+    "make_surgery",
+    "save_surgery",
+]
 
 
 def make_surgery(name: str, hidden: int, rank: int = 16, t_max: int = 512) -> Surgery:
