@@ -206,6 +206,7 @@ def test_bias_report_on_a_known_ramp() -> None:
     assert found["late_tokens"] == 206
     assert found["late_over_early"] == pytest.approx(late / early)
     assert found["slope"] * found["mean"] == pytest.approx(100)  # one a position
+    assert measure_bias(*caches([99, 80])).summary()["slope"] is None
     assert report.span(*LATE) == found["late"]
     assert report.columns()["sample"].count(2) == 20
 

@@ -96,7 +96,7 @@ def test_an_unknown_list_is_told_with_the_nearest():
 
 def test_artifacts_in_the_store(tmp_path):
     assert document("list", "artifacts", "--json") == {"artifacts": []}
-    assert call("list", "artifacts").stdout == "artifacts: none\n"
+    assert call("list", "artifacts").stdout == "Artifacts: none\n"
     with Store(tmp_path).create("states", {"a": 1}) as folder:
         (folder / "data").write_bytes(b"x" * 2_000_000)
     (row,) = document("list", "artifacts", "--store", str(tmp_path), "--json")["artifacts"]
@@ -135,14 +135,14 @@ def test_a_missing_model_leaves_nothing_behind(tmp_path):
     (tmp_path / "recipe.yaml").write_text(GOOD.format(merged="./gone"))
     result = call("run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out"), "--json", "--quiet")
     assert result.exit_code == 1
-    assert json.loads(result.stdout) == {"error": {"type": "ModelError", "message": "no such folder: ./gone"}}
+    assert json.loads(result.stdout) == {"error": {"type": "ModelError", "message": "merged: no such folder: ./gone"}}
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
 def test_unknown_modules_and_losses_are_told_before_any_model_is_looked_for(tmp_path):
     for field, value, message in (
-        ("module", "dart", "unknown surgery module 'dart'; did you mean 'darts'?"),
-        ("loss", "ewl2", "unknown loss 'ewl2'; did you mean 'ewl1'?"),
+        ("module", "dart", "surgery.0: unknown surgery module 'dart'; did you mean 'darts'?"),
+        ("loss", "kll", "surgery.0: unknown loss 'kll'; did you mean 'kl'?"),
     ):
         text = GOOD.format(merged="./gone") + f"surgery: {{{field}: {value}}}\n"
         (tmp_path / "recipe.yaml").write_text(text)
@@ -222,3 +222,44 @@ def test_functions_are_not_hidden_by_modules_of_the_same_name():
     assert python("import sys\n" + code) == "function function function\nTrue\n"
     before = python("import suture\ncapture = suture.capture\nimport suture.pipeline\nprint(suture.capture is capture)")
     assert before == "True\n"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_keep_names_and_figures_whole_on_narrow_terminals(width):
+    import io
+
+    from rich.console import Console
+
+    from suture.report.tables import HEADER, rich_table
+
+    row = ("instruct", "standard-l1-responses", "0.0475", "17.2%", "93.0%", "1.472", "13.8%", "27.0%")
+    out = io.StringIO()
+    Console(file=out, width=width).print(rich_table("Scores", HEADER, [row]))
+    line = next(line for line in out.getvalue().splitlines() if "0.0475" in line)
+    assert line.split() == list(row)[: len(line.split())]
+    assert line.split()[:3] == ["instruct", "standard-l1-responses", "0.0475"]
+
+
+def test_places_where_nothing_can_be_written_are_told_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for arguments in (["--out", "file"], ["--out", "file/run"], ["--store", "file"]):
+        arguments[1] = str(tmp_path / arguments[1])
+        found = CliRunner().invoke(app, ["run", str(tmp_path / "recipe.yaml"), *arguments])
+        assert found.exit_code == 1
+        assert f"{tmp_path}/file is a file where a folder should be written" in found.stderr
+
+
+def test_a_mergekit_configuration_is_no_recipe(tmp_path):
+    (tmp_path / "ties.yml").write_text("merge_method: ties\nmodels: []\n")
+    found = CliRunner().invoke(app, ["run", str(tmp_path / "ties.yml"), "--json"])
+    assert found.exit_code == 1
+    assert (
+        "is a mergekit configuration, not a recipe: put it (or its path) under `merge:`"
+        in json.loads(found.stdout)["error"]["message"]
+    )
+
+
+def test_generate_refuses_what_contradicts_itself():
+    found = CliRunner().invoke(app, ["generate", "x", "-d", "math", "-p", "x", "--uncorrected", "--surgery", "darts"])
+    assert found.exit_code == 1
+    assert "leave one of them out" in found.stderr

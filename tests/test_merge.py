@@ -195,7 +195,13 @@ def test_effective_weights(family: Path) -> None:
         return [(row.given, row.effective, row.density) for row in Merge(config, family).weights]
 
     pair = (("one", {"weight": 0.5, "density": 0.4}), ("two", {"weight": 1.5, "density": 0.4}))
-    assert shown(config_of("ties", *pair)) == [(0.5, 0.25, 0.4), (1.5, 0.75, 0.4)]
+    assert shown(config_of("ties", *pair)) == [(0.5, None, 0.4), (1.5, None, 0.4)]  # divided element by element
+    said = Merge(config_of("ties", *pair), family).weights[0].sentence()
+    assert said == "weight 0.5 over the weights that agree at each element, density 0.4: one"
+    assert shown(config_of("ties", *pair, parameters={"normalize": False})) == [(0.5, 0.5, 0.4), (1.5, 1.5, 0.4)]
+    average = (("one", {"weight": 1}), ("two", {"weight": 3}))
+    assert shown(config_of("linear", *average)) == [(1, 0.25, None), (3, 0.75, None)]
+    assert Merge(config_of("linear", *average), family).weights[0].sentence() == "weight 0.25 (written 1): one"
     assert shown(config_of("dare_linear", *pair)) == [(0.5, 0.5, 0.4), (1.5, 1.5, 0.4)]
     scaled = config_of("task_arithmetic", *pair, parameters={"lambda": 0.3})
     assert shown(scaled) == [(0.5, pytest.approx(0.15), 0.4), (1.5, pytest.approx(0.45), 0.4)]
@@ -204,6 +210,12 @@ def test_effective_weights(family: Path) -> None:
     torch.testing.assert_close(found["lm_head.weight"], base + 0.15 * (one - base), atol=1e-6, rtol=1e-6)
     plain = (("one", {"weight": 0.5}), ("two", {"weight": [0.1, 0.9]}))
     assert shown(config_of("task_arithmetic", *plain)) == [(0.5, 0.5, None), (None, None, None)]
+
+
+def test_parameters_that_do_nothing_are_noted(family: Path) -> None:
+    merge = Merge(config_of("ties", ("one", {"weight": 0.5, "densty": 0.5})), family)
+    assert merge.notes == ["merge: ties has no parameter 'densty', so it does nothing; did you mean 'density'?"]
+    assert Merge(config_of("ties", ("one", {"weight": 0.5, "density": 0.5})), family).notes == []
 
 
 def test_fingerprint_is_of_contents(family: Path, tmp_path: Path) -> None:

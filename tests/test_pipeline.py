@@ -109,6 +109,9 @@ def test_a_run_leaves_scores_figures_and_modules(finished: tuple[Path, Path]) ->
     provenance = json.loads((folder / "run.json").read_text())
     assert [weight["effective"] for weight in provenance["weights"]] == [0.5, 0.5]
     text = (folder / "report.md").read_text()
+    assert "Merged by `task_arithmetic`" in text
+    assert "- weight 0.5: full" in text
+    assert "too few to rank corrections" in text
     assert "| math | darts |" in text
 
 
@@ -325,6 +328,12 @@ def test_a_merged_checkpoint_instead_of_a_merge(family: Path, finished: tuple[Pa
     job.write_merged(tmp_path / "merged")
     with pytest.raises(RecipeError, match="exists: choose another folder, or --force"):
         job.write_merged(tmp_path / "merged")
+    job.write_merged(tmp_path / "merged", force=True)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years")
+    with pytest.raises(RecipeError, match="is no checkpoint, so it is not replaced"):
+        job.write_merged(tmp_path / "precious", force=True)
+    assert (tmp_path / "precious" / "thesis.txt").exists()
     path = write(family, "ready", merge=None, merged=str(tmp_path / "merged"))
     scores = open_run(path, place).run(tmp_path / "run").scores
     expected = {
@@ -363,13 +372,19 @@ def test_bad_input_is_told_before_any_work(family: Path, tmp_path: Path, monkeyp
         family,
         store,
         SutureError,
-        "unknown surgery module 'drats'; did you mean 'darts'",
+        r"surgery\.0: unknown surgery module 'drats'; did you mean 'darts'",
         surgery={"module": "drats", "samples": 3},
     )
     bad(family, store, SutureError, "unknown loss 'mse'", surgery={"loss": "mse", "samples": 3})
     bad(family, store, SutureError, "rank is 33, above the width of the states, 32", surgery={"rank": 33, "samples": 3})
     bad(family, store, PromptError, r"domains\.math\.prompts: 32 different prompts, but 50 to calibrate", surgery={})
-    bad(family, store, ModelError, "no such folder", domains={"math": {**domain, "target": "./nowhere"}})
+    bad(
+        family,
+        store,
+        ModelError,
+        r"domains\.math\.target: no such folder",
+        domains={"math": {**domain, "target": "./nowhere"}},
+    )
     bad(family, store, ModelError, "device: cuda was asked for", device="cuda")
     other = tiny_model(hidden_size=16, head_dim=4)
     other.save_pretrained(family / "narrow")

@@ -114,7 +114,8 @@ def test_a_data_set_of_the_datasets_library(tmp_path, monkeypatch):
 
 def test_an_unknown_field_is_told_with_the_nearest(tmp_path):
     write(tmp_path, "p.jsonl", [*ROWS, {"promt": "x", "question": "y"}])
-    assert refused(tmp_path, "p.jsonl") == "row 2 has no field 'prompt'; did you mean 'promt'?"
+    told = refused(tmp_path, "p.jsonl")
+    assert told == "row 2 has no field 'prompt'; did you mean 'promt'? (set `field` or `template` to choose)"
     assert refused(tmp_path, "p.jsonl", field="qestion") == "row 0 has no field 'qestion'; did you mean 'question'?"
     told = refused(tmp_path, "p.jsonl", template="{question} {zzz}")
     assert told == "row 0 has no field 'zzz'; known: hint, prompt, question"
@@ -160,7 +161,7 @@ def test_a_line_that_is_not_json_is_counted_as_editors_do(tmp_path):
     [
         ("p.json", b'{"data": []}', "{} should hold a list"),
         ("p.json", b"[", "cannot read {}: "),
-        ("p.txt", b"caf\xe9\n", "cannot read {}: 'utf-8' codec can't decode"),
+        ("p.txt", b"caf\xe9\n", "{} is not UTF-8 text: save it as UTF-8"),
         ("p.parquet", b"not parquet", "cannot read {}: "),
         ("p.csv", b"prompt\na\n", "{} should end in .jsonl, .json, .parquet or .txt"),
         ("p.jsonl.gz", b"\x1f\x8b", "{} should end in .jsonl, .json, .parquet or .txt"),

@@ -43,6 +43,7 @@ def test_the_defaults_are_the_papers():
         "batch": 8,
         "seed": 0,
         "samples": 50,
+        "calibrate_on": "prompts",
         "dtype": "bfloat16",
     }
 

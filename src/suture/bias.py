@@ -69,13 +69,14 @@ class BiasReport:
         return float(chosen.mean()) if len(chosen) else None
 
     def summary(self) -> dict[str, Any]:
-        """The figures of §3.3 and the counts behind them; `slope` is per 100 positions, relative to the mean."""
+        """The figures of §3.3 and the counts behind them.
+
+        `slope` is that of a line through all tokens but the first ones, per 100 positions and relative to the mean;
+        None where no text has 100 positions.
+        """
         early, late = self.span(*EARLY), self.span(*LATE)
         mean = float(self.delta.mean())
-        position = self.position.double()
-        centred = position - position.mean()
-        variance = float((centred**2).mean())
-        slope = float((centred * self.delta.double()).mean()) / variance if variance else 0.0
+        slope = self._slope()
         return {
             "tokens": len(self.delta),
             "samples": int(self.sample.max()) + 1,
@@ -85,10 +86,18 @@ class BiasReport:
             "late": late,
             "late_tokens": int(((self.position >= LATE[0]) & (self.position < LATE[1])).sum()),
             "late_over_early": late / early if early and late is not None else None,
-            "slope": 100 * slope / mean if mean else 0.0,
+            "slope": 100 * slope / mean if mean and slope is not None else None,
             "mean_entropy": float(self.entropy.mean()) if self.entropy is not None else None,
             "sensitivity": self.sensitivity,
         }
+
+    def _slope(self) -> float | None:
+        """Least squares, per position. The first token has its own bias, often a small one, and is left out."""
+        if int(self.position.max()) < LATE[0]:
+            return None
+        position, delta = self.position[self.position > 0].double(), self.delta[self.position > 0].double()
+        centred = position - position.mean()
+        return float((centred @ delta) / (centred @ centred))
 
     def columns(self) -> dict[str, list[Any]]:
         """One row a token: sample, position, delta and, where known, entropy."""

@@ -88,6 +88,8 @@ def calibrate(
     given, wanted = merged.to(place), target.to(place)
     began = time.monotonic()
     if loss in MODULES[module].solved_by:
+        if place.type == "mps":  # has no float64
+            given, wanted = given.to(torch.device("cpu")), wanted.to(torch.device("cpu"))
         surgery, details = _solve(given, wanted, loss, rank, progress, stage)
         history = []
     else:

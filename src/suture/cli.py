@@ -17,6 +17,7 @@ import typer
 
 from suture.errors import SutureError
 from suture.progress import SILENT, Progress, TerminalProgress
+from suture.store import check_folder
 
 if TYPE_CHECKING:
     from suture.pipeline import Run
@@ -58,6 +59,13 @@ def _told(as_json: bool) -> Iterator[None]:
             _print_json({"error": {"type": type(error).__name__, "message": str(error)}})
         typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(1) from error
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        message = f"{place}{error.strerror or error}"
+        if as_json:
+            _print_json({"error": {"type": type(error).__name__, "message": message}})
+        typer.secho(f"error: {message}", fg="red", err=True)
+        raise typer.Exit(1) from error
     except KeyboardInterrupt:
         typer.secho("stopped; finished stages are kept, run the same command to go on", err=True)
         raise typer.Exit(130) from None
@@ -81,13 +89,18 @@ def _hush() -> None:
 def _open(recipe: Path, store: Path | None, quiet: bool) -> Run:
     """A checked run of a recipe file, or of the recipe kept in a run's folder."""
     started = time.monotonic()
+    if store is not None:
+        check_folder(store)
     progress: Progress = SILENT if quiet else TerminalProgress()
     progress.note("loading libraries")
     _hush()
     from suture.pipeline import Run, read_recipe
     from suture.store import Store
 
-    return Run(read_recipe(recipe), store=Store(store) if store else None, progress=progress, started=started)
+    job = Run(read_recipe(recipe), store=Store(store) if store else None, progress=progress, started=started)
+    for weight in job.merge.weights if job.merge else []:
+        progress.note(weight.sentence())
+    return job
 
 
 def _console() -> Any:
@@ -119,18 +132,20 @@ def run(
         suture run recipe.yaml --out results/first --json > first.json
     """
     with _told(as_json):
-        from suture.report.tables import HEADER, rich_table, score_rows, verdicts
+        from suture.report.tables import HEADER, caption, rich_table, score_rows, verdicts
 
+        if out is not None:
+            check_folder(out)
         job = _open(recipe, store, quiet)
-        _show_weights(job)
         result = job.run(out or Path("runs") / str(job.recipe.name))
         if as_json:
             return _print_json(result.document())
         console = _console()
-        console.print(rich_table("Held-out scores", HEADER, score_rows(result.scores)))
+        console.print(rich_table(caption(result.scores), HEADER, score_rows(result.scores)))
         for line in verdicts(result.scores):
             console.print(line, highlight=False, markup=False)
-        kept = f", {len(result.reused)} stages reused" if result.reused else ""
+        count = len(result.reused)
+        kept = f", {count} stage{'s' if count > 1 else ''} reused" if count else ""
         console.print(
             f"\n{result.folder}/report.md · figures/ · scores.json   "
             f"({result.seconds:.0f} s, {result.peak / 2**30:.2f} GiB at most{kept})",
@@ -138,18 +153,6 @@ def run(
             markup=False,
             soft_wrap=True,
         )
-
-
-def _show_weights(job: Run) -> None:
-    """The weights that take effect, on stderr: a normalising method changes what was written."""
-    if job.merge is None:
-        return
-    for weight in job.merge.weights:
-        given = "by tensor" if weight.given is None else f"{weight.given:g}"
-        effective = "by tensor" if weight.effective is None else f"{weight.effective:g}"
-        density = "" if weight.density is None else f", density {weight.density:g}"
-        changed = "" if given == effective else f" (written {given}, normalised)"
-        job.progress.note(f"weight {effective}{changed}{density}: {weight.model}")
 
 
 @app.command()
@@ -175,8 +178,9 @@ def merge(
         suture merge recipe.yaml --json --quiet
     """
     with _told(as_json):
+        if out is not None:
+            check_folder(out)
         job = _open(recipe, store, quiet)
-        _show_weights(job)
         place = job.write_merged(out, force)
         weights = [vars(weight) for weight in job.merge.weights] if job.merge else []
         if as_json:
@@ -204,7 +208,7 @@ def capture(recipe: RecipeFile, as_json: Json = False, quiet: Quiet = False, sto
 def bias(recipe: RecipeFile, as_json: Json = False, quiet: Quiet = False, store: StoreFolder = None) -> None:
     """How far the merged model's states are from each target's, by position, and where errors matter (Figures 1 and 2).
 
-    δ is the mean absolute difference of a state (Eq. 2); `late_over_early` compares positions 100-256 with 0-50.
+    δ is the mean absolute difference of a state (Eq. 2); `late_over_early` compares positions 100-255 with 0-49.
     """
     with _told(as_json):
         job = _open(recipe, store, quiet)
@@ -290,6 +294,8 @@ def generate(
     with _told(as_json):
         if prompt is None and sys.stdin.isatty():
             raise SutureError("give a prompt with --prompt, or on stdin")
+        if uncorrected and surgery is not None:
+            raise SutureError("--surgery names a correction, --uncorrected asks for none: leave one of them out")
         job = _open(recipe, store, quiet)
         from suture.generate import Settings, generate_text
 
@@ -297,6 +303,8 @@ def generate(
         settings = Settings(max_new_tokens, temperature, top_p, seed)
         label = None if uncorrected else job.surgery(surgery).label
         text = prompt if prompt is not None else sys.stdin.read().removesuffix("\n").removesuffix("\r")
+        if not text.strip():
+            raise SutureError("the prompt is empty")
         stream = None if as_json else lambda piece: typer.echo(piece, nl=False)
         answer = generate_text(job, member, text, label, settings, raw=raw, stream=stream)
         if as_json:
@@ -322,7 +330,7 @@ def list_(
         if as_json:
             return _print_json(found)
         for name, rows in found.items():
-            _print_rows(name, rows)
+            _print_rows(name.capitalize(), rows)
 
 
 @app.command()

@@ -30,6 +30,39 @@ def check_method(name: Any) -> None:
         raise MergeError(f"merge.merge_method: unknown method {name!r}; {did_you_mean(str(name), known)}")
 
 
+def elects_signs(name: str) -> bool:
+    """Whether a method keeps, at each element, only the parents that agree in sign (TIES and its relatives)."""
+    from mergekit import merge_methods
+
+    return getattr(merge_methods.get(name), "consensus_method", None) is not None
+
+
+def unknown_parameters(config: Any) -> list[str]:
+    """Notes on parameters that a merge method does not have: mergekit passes over them in silence."""
+    from mergekit import merge_methods
+
+    spec = merge_methods.get(config.merge_method).spec
+    known = {parameter.name for parameter in (*spec.shared_parameters, *spec.input_parameters)}
+    notes = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, list):
+            for entry in value:
+                walk(entry)
+        elif hasattr(value, "model_fields_set"):
+            for word in getattr(value, "parameters", None) or {}:
+                if word not in known:
+                    hint = did_you_mean(word, known) if known else "it has none"
+                    notes.append(f"merge: {config.merge_method} has no parameter {word!r}, so it does nothing; {hint}")
+            for field in ("models", "slices", "sources"):
+                walk(getattr(value, field, None))
+            for module in (getattr(value, "modules", None) or {}).values():
+                walk(module)
+
+    walk(config)
+    return list(dict.fromkeys(notes))
+
+
 def configuration_class() -> Any:
     """mergekit's configuration class, with the models it names in a fixed order.
 

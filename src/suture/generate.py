@@ -57,6 +57,8 @@ def generate_text(
     if label is not None:
         job.capture([member], keep=True)
         surgeries[member.name] = load_surgery(job.calibrate(member, job.surgery(label)).path)
+    if job.merge is not None and job.merged_artifact() is None:
+        job.progress.note("merging in memory; `suture merge` keeps the merged model, and the next time is quicker")
     model = job.merged_model()
     ids = tokens.ids[None].to(next(model.parameters()).device)  # [1, T]
     choice: dict[str, Any] = {"do_sample": False}

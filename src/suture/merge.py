@@ -20,7 +20,7 @@ import yaml
 from torch import Tensor
 
 from suture.checkpoint import Checkpoint, parse_reference, resolve
-from suture.engine import Engine, check_method, configuration_class, one_line
+from suture.engine import Engine, check_method, configuration_class, elects_signs, one_line, unknown_parameters
 from suture.errors import MergeError, did_you_mean
 from suture.family import check_family
 from suture.models import DTYPES, load_tokenizer, model_from_tensors
@@ -31,12 +31,32 @@ from suture.store import FileHashes, digest, need_disk
 
 @dataclass(frozen=True)
 class Weight:
-    """What one parent contributes: as written, and as it takes effect after normalisation."""
+    """What one parent contributes: as written, and as it takes effect after normalisation and mergekit's `lambda`.
+
+    Attributes:
+        model: as the configuration names it.
+        given: None where it varies by tensor.
+        effective: None where it varies by tensor, or by element: methods that elect signs divide each element by the
+            weights of the parents that agree there.
+        density: None where nothing is dropped.
+        by_element: whether that is so.
+    """
 
     model: str
-    given: float | None  # None where it varies by tensor
+    given: float | None
     effective: float | None
     density: float | None
+    by_element: bool = False
+
+    def sentence(self) -> str:
+        """One line for people."""
+        given = "by tensor" if self.given is None else f"{self.given:g}"
+        effective = "by tensor" if self.effective is None else f"{self.effective:g}"
+        if self.by_element:
+            effective = f"{given} over the weights that agree at each element"
+        changed = "" if given == effective or self.by_element else f" (written {given})"
+        density = "" if self.density is None else f", density {self.density:g}"
+        return f"weight {effective}{changed}{density}: {self.model}"
 
 
 class Merge:
@@ -62,7 +82,7 @@ class Merge:
         self.parents: dict[str, Checkpoint] = {}
         self.config = self._placed(parsed, folder)
         self.resized = bool(self.config.tokenizer_source or self.config.tokenizer)
-        self.notes = check_family(self.parents, rows_may_differ=self.resized)
+        self.notes = check_family(self.parents, rows_may_differ=self.resized) + unknown_parameters(parsed)
 
     def _placed(self, config: Any, folder: Path) -> Any:
         """The configuration with every model found and replaced by its local folder, wherever it names one."""
@@ -160,15 +180,23 @@ class Merge:
         known = [value for value in single.values() if value is not None]
         total = math.fsum(known) if normalised and len(known) == len(single) else 1.0
         scale = _single(scales)  # mergekit's `lambda`, of the whole sum
+        elected = normalised and elects_signs(self.config.merge_method)
         rows = []
         sparse = any(value < 1 for values in given.values() for value in values.get("density", ()))
         for model, values in given.items():
             name = names.get((model.model.path, model.lora.path if model.lora else None), str(model))
             weight = single[model]
             # a weight that varies by tensor has no single effect, nor has one that is divided by such
-            fixed = weight is not None and scale is not None and total and (not normalised or len(known) == len(single))
+            fixed = (
+                not elected
+                and weight is not None
+                and scale is not None
+                and total
+                and (not normalised or len(known) == len(single))
+            )
             effective = scale * weight / total if fixed else None  # type: ignore[operator]
-            rows.append(Weight(name, weight, effective, _single(values.get("density")) if sparse else None))
+            density = _single(values.get("density")) if sparse else None
+            rows.append(Weight(name, weight, effective, density, elected))
         return sorted(rows, key=lambda row: list(self.parents).index(row.model) if row.model in self.parents else 99)
 
     def tensors(self, progress: Progress = SILENT) -> Iterator[tuple[str, Tensor]]:

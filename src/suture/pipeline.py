@@ -179,13 +179,33 @@ class Run(Reading):
             }
         with self.progress.stage("figures", 1):
             write_folder(
-                out, name=str(self.recipe.name), scores=scores, reports=reports, biases=biases, surgeries=modules
+                out,
+                name=str(self.recipe.name),
+                scores=scores,
+                reports=reports,
+                biases=biases,
+                surgeries=modules,
+                about=self.about(),
             )
         seconds = time.monotonic() - self.started
         summaries = {name: report.summary() for name, report in reports.items()}
         result = RunResult(out, scores, seconds, peak_memory(), list(self.reused), summaries)
         write_json(out / "run.json", self.provenance(result))
         return result
+
+    def about(self) -> list[str]:
+        """What a reader of the report should know first, a line each."""
+        said = [
+            f"Merged: `{self.recipe.merged}`" if self.merge is None else f"Merged by `{self.merge.config.merge_method}`"
+        ]
+        said += [weight.sentence() for weight in self.merge.weights] if self.merge else []
+        for name, member in self.members.items():
+            count = f"{len(member.split.calibration)} prompts to calibrate, {len(member.split.heldout)} held out"
+            said.append(f"{name}: target `{member.domain.target}`, {count}")
+        for surgery in self.recipe.surgery:
+            settings = surgery.model_dump(exclude={"name"}, by_alias=True)
+            said.append(f"{surgery.label}: " + ", ".join(f"{key} {value}" for key, value in settings.items()))
+        return said
 
     def provenance(self, result: RunResult) -> dict[str, Any]:
         """What made a run: recipe, contents, versions, rows, time and memory."""

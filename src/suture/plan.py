@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 
 from suture.checkpoint import Checkpoint, parse_reference, resolve
-from suture.errors import PromptError, RecipeError, StoreError, did_you_mean
+from suture.errors import PromptError, RecipeError, StoreError, SutureError, did_you_mean
 from suture.family import check_readers
 from suture.losses import get_loss
 from suture.merge import Merge
@@ -41,6 +43,15 @@ class Member:
     prompts: Tokens  # held-out prompts, before the target continues them
 
 
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Put the recipe's field in front of what is wrong with it."""
+    try:
+        yield
+    except SutureError as error:
+        raise type(error)(f"{field}: {error}") from error
+
+
 class Plan:
     """A recipe whose inputs are found, checked and fit together. Making one loads no weights.
 
@@ -63,9 +74,10 @@ class Plan:
         self.reused: list[str] = []
         self.device = choose_device(recipe.device)
         self.dtype = choose_dtype(recipe.dtype, self.device)
-        for surgery in recipe.surgery:
-            get_loss(surgery.loss)
-            make_surgery(surgery.module, hidden=1 << 16, rank=1, t_max=1)
+        for index, surgery in enumerate(recipe.surgery):
+            with _named(f"surgery.{index}"):
+                make_surgery(surgery.module, hidden=1 << 16, rank=1, t_max=1)
+                get_loss(surgery.loss)
         self.merge: Merge | None = None
         if recipe.merge is not None:
             config, folder = recipe.merge_config()
@@ -77,14 +89,16 @@ class Plan:
             self.donor = self.merge.donor
             self.fingerprint = self.merge.fingerprint(self.hashes)
         else:
-            self.donor = resolve(parse_reference(recipe.merged or "", recipe.folder))
+            with _named("merged"):
+                self.donor = resolve(parse_reference(recipe.merged or "", recipe.folder))
             self.fingerprint = self.donor.fingerprint(self.hashes)
         self.members = {name: self._member(name, domain) for name, domain in recipe.domains.items()}
         self._check()
 
     def _member(self, name: str, domain: Domain) -> Member:
         recipe = self.recipe
-        checkpoint = resolve(parse_reference(domain.target, recipe.folder))
+        with _named(f"domains.{name}.target"):
+            checkpoint = resolve(parse_reference(domain.target, recipe.folder))
         heldout = recipe.heldout.samples
         split = split_prompts(domain, name, recipe.folder, recipe.samples, heldout, recipe.split_seed)
         if split.dropped:
@@ -96,12 +110,13 @@ class Plan:
                 tokenizer, texts, chat_template=domain.chat_template, system=domain.system, max_length=recipe.max_length
             )
 
-        calibration = encode(split.calibration)
+        with _named(f"domains.{name}"):
+            calibration, prompts = encode(split.calibration), encode(split.heldout)
         cut = int((calibration.lengths == recipe.max_length).sum())
         if cut:
             self.progress.note(f"{name}: {cut} calibration prompts reach max_length {recipe.max_length} and may be cut")
         fingerprint = checkpoint.fingerprint(self.hashes)
-        return Member(name, domain, checkpoint, fingerprint, tokenizer, split, calibration, encode(split.heldout))
+        return Member(name, domain, checkpoint, fingerprint, tokenizer, split, calibration, prompts)
 
     def _check(self) -> None:
         """What can be known before any weight is read: widths, vocabularies, lengths, overlap, disk and memory."""
@@ -112,9 +127,9 @@ class Plan:
         settings = self.donor.text_config
         width = int(settings.get("hidden_size") or settings.get("n_embd") or 0)
         self.rows = len(built) if built else int(settings.get("vocab_size") or 0)
-        for surgery in self.recipe.surgery:
+        for index, surgery in enumerate(self.recipe.surgery):
             if width:
-                with torch.device("meta"):
+                with _named(f"surgery.{index}"), torch.device("meta"):
                     make_surgery(surgery.module, width, surgery.rank, surgery.t_max)
         for member in self.members.values():
             self._check_tokens(member)

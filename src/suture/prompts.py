@@ -52,7 +52,7 @@ def _rows(source: Prompts, folder: Path, where: str) -> list[Any]:
             return list(datasets.load_dataset(name, source.name, split=source.split, revision=source.revision))
         except Exception as error:  # the library's errors share no base; all mean the same here
             raise PromptError(f"{where}: cannot load the data set {source.dataset}: {error}") from error
-    path = folder / Path(source.path or "").expanduser()
+    path = (folder / Path(source.path or "").expanduser()).resolve()
     if not path.is_file():
         raise PromptError(f"{where}: no such file: {path}")
     kind = path.suffix.lower()
@@ -80,6 +80,8 @@ def _rows(source: Prompts, folder: Path, where: str) -> list[Any]:
             except ValueError as error:
                 raise PromptError(f"{where}: line {number} of {path} is not JSON: {error}") from error
         return rows
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{where}: {path} is not UTF-8 text: save it as UTF-8") from error
     except (ValueError, OSError) as error:
         raise PromptError(f"{where}: cannot read {path}: {error}") from error
 
@@ -92,7 +94,11 @@ def _render(source: Prompts, row: Any, index: int, where: str) -> str:
     names = [source.field or "prompt"] if source.template is None else template_fields(source.template)
     for name in names:
         if name not in row:
-            raise PromptError(f"{where}: row {index} has no field {name!r}; {did_you_mean(name, map(str, row))}")
+            unset = source.template is None and source.field is None
+            choose = " (set `field` or `template` to choose)" if unset else ""
+            raise PromptError(
+                f"{where}: row {index} has no field {name!r}; {did_you_mean(name, map(str, row))}{choose}"
+            )
         if row[name] is None or isinstance(row[name], (list, dict)):
             kind = "empty" if row[name] is None else f"a {type(row[name]).__name__}"
             raise PromptError(f"{where}: field {name!r} of row {index} is {kind}, not a text")

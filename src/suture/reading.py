@@ -21,7 +21,7 @@ from suture.models import Head, load_model, need_memory
 from suture.plan import Member, Plan
 from suture.sidecars import copy_code
 from suture.states import HiddenCache
-from suture.store import replaced_folder
+from suture.store import Artifact, replaced_folder
 
 
 class Reading(Plan):
@@ -118,7 +118,7 @@ class Reading(Plan):
         if self._kept is not None:
             return self._kept
         self.need_memory()
-        written = self.store.find("merged", {"merge": self.fingerprint})
+        written = self.merged_artifact()
         remote = self.recipe.trust_remote_code
         if self.merge is not None and written is None:
             need_memory(int(1.2 * self.merge.need()), "merging in memory", torch.device("cpu"))
@@ -126,6 +126,10 @@ class Reading(Plan):
         found = resolve(parse_reference(str(written.path))) if written else self.donor
         with self.progress.stage("load the merged model", 1):
             return load_model(found, self.dtype, self.device, trust_remote_code=remote)
+
+    def merged_artifact(self) -> Artifact | None:
+        """The merged checkpoint in the store, if `suture merge` has written it there."""
+        return self.store.find("merged", {"merge": self.fingerprint})
 
     def write_merged(self, out: Path | None = None, force: bool = False) -> Path:
         """The merged checkpoint on disk: in a new folder, or in the store, where later stages find it.
@@ -136,6 +140,9 @@ class Reading(Plan):
         if self.merge is None:
             raise RecipeError("the recipe names a `merged` checkpoint: there is nothing to merge")
         if out is not None:
+            ours = not out.exists() or (out.is_dir() and (not any(out.iterdir()) or (out / "config.json").exists()))
+            if not ours:
+                raise RecipeError(f"{out} exists and is no checkpoint, so it is not replaced: choose another folder")
             if out.exists() and not force:
                 raise RecipeError(f"{out} exists: choose another folder, or --force to replace it")
             with replaced_folder(out) as folder:

@@ -252,6 +252,11 @@ def parse_recipe(data: Mapping[str, Any], folder: Path | None = None, source: st
     Raises:
         RecipeError: one line a fault, each with the field's full name.
     """
+    if "merge_method" in data and "domains" not in data:
+        raise RecipeError(
+            f"{source} is a mergekit configuration, not a recipe: put it (or its path) under `merge:` in a recipe, and "
+            "name the domains beside it"
+        )
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:

@@ -87,6 +87,21 @@ def need_disk(folder: Path, needed: int, what: str) -> None:
         )
 
 
+def check_folder(path: Path) -> None:
+    """Refuse, before any work, a place where no folder can be.
+
+    Raises:
+        StoreError: naming the file that is in the way, or the folder that cannot be written.
+    """
+    place = path.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise StoreError(f"{place} is a file where a folder should be written: remove it or choose another name")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise StoreError(f"{place} cannot be written to: choose another folder")
+
+
 @contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to fill, which takes the place of `path` when the block ends without an error.

@@ -17,7 +17,7 @@ SURGERIES = ("#2563eb", "#d97706", "#059669", "#be185d", "#7c3aed", "#0891b2")
 METRICS = {
     "kl": "KL to the target (nats), lower is better",
     "agreement": "top-1 agreement with the target, higher is better",
-    "perplexity": "perplexity on the target's text, lower is better",
+    "perplexity": "perplexity on the target's text, the target's is best",
     "rho_l1": "share of L1 bias removed (ρ), higher is better",
 }
 
@@ -81,7 +81,11 @@ def draw_bias(reports: Mapping[str, BiasReport], path: Path) -> None:
         curve.set_xlabel("position")
         curve.set_ylabel("bias δ (mean ± s.d.)" if column == 0 else "")
         ratio = report.summary()["late_over_early"]
-        said = f"{LATE[0]}-{LATE[1]} over {EARLY[0]}-{EARLY[1]}: {ratio:.2f}x" if ratio else "no late positions"
+        said = (
+            f"at {LATE[0]}-{LATE[1] - 1} over 0-{EARLY[1] - 1}: {ratio:.2f}x"
+            if ratio
+            else f"no text reaches position {LATE[0]}"
+        )
         curve.set_title(said, loc="left", color=MUTED)
     figure.colorbar(image, ax=list(axes[0]), label="bias δ", shrink=0.9)
     figure.suptitle("Bias of the merged model's final hidden states, on held-out text", x=0.01, ha="left")

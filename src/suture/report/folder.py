@@ -10,7 +10,7 @@ from pathlib import Path
 from suture.bias import BiasReport
 from suture.evaluate.heldout import Score
 from suture.report.figures import draw_bias, draw_entropy, draw_losses, draw_scores
-from suture.report.tables import HEADER, markdown_table, score_rows, verdicts
+from suture.report.tables import HEADER, caption, markdown_table, score_rows, verdicts
 from suture.store import Artifact, replaced_folder, write_json, write_text
 
 
@@ -22,6 +22,7 @@ def write_folder(
     reports: Mapping[str, BiasReport],
     biases: Mapping[str, Artifact],
     surgeries: Mapping[str, Mapping[str, Artifact]],
+    about: Sequence[str],
 ) -> None:
     """Write a run's folder; what a stopped earlier run left there is replaced file by file."""
     write_json(folder / "scores.json", [score.row() for score in scores])
@@ -39,10 +40,10 @@ def write_folder(
     draw_bias(reports, figures / "bias.png")
     draw_entropy(reports, figures / "entropy.png")
     draw_losses(histories, figures / "losses.png")
-    write_text(folder / "report.md", _markdown(name, scores, reports))
+    write_text(folder / "report.md", _markdown(name, scores, reports, about))
 
 
-def _markdown(name: str, scores: Sequence[Score], reports: Mapping[str, BiasReport]) -> str:
+def _markdown(name: str, scores: Sequence[Score], reports: Mapping[str, BiasReport], about: Sequence[str]) -> str:
     rows = []
     for domain, report in reports.items():
         found = report.summary()
@@ -52,14 +53,18 @@ def _markdown(name: str, scores: Sequence[Score], reports: Mapping[str, BiasRepo
                 str(found["tokens"]),
                 *(f"{found[key]:.4f}" if found[key] is not None else "" for key in ("mean", "early", "late")),
                 f"{found['late_over_early']:.2f}" if found["late_over_early"] else "",
-                f"{100 * found['slope']:+.1f}%",
+                f"{100 * found['slope']:+.1f}%" if found["slope"] is not None else "",
             )
         )
-    header = ("domain", "tokens", "mean δ", "δ at 0-50", "δ at 100-256", "late / early", "slope per 100 positions")
+    header = ("domain", "tokens", "mean δ", "δ at 0-49", "δ at 100-255", "late / early", "slope per 100 positions")
     parts = [
         f"# {name}\n",
-        "Held-out figures: on text that each target wrote for prompts that nobody calibrated on. "
-        "`gap closed` is (merged - model) / (merged - target) in KL.\n",
+        "\n".join(f"- {line}" for line in about) + "\n",
+        f"## {caption(scores)}\n",
+        "On text that each target wrote for prompts that nobody calibrated on. KL is to the target, in nats; "
+        "`gap closed` is (merged - model) / (merged - target) in KL; `agreement` is how often both would write one "
+        "token; `ρ L1` is the share of the L1 bias δ of the final hidden states that is removed, and "
+        "`ρ L1 calibration` the same on the text that a correction was trained on.\n",
         markdown_table(HEADER, score_rows(scores)),
         "\n".join(f"- {line}" for line in verdicts(scores)) + "\n",
         "![scores](figures/scores.png)\n",
@@ -67,6 +72,7 @@ def _markdown(name: str, scores: Sequence[Score], reports: Mapping[str, BiasRepo
         markdown_table(header, rows, left=1),
         "![bias](figures/bias.png)\n",
         "![entropy](figures/entropy.png)\n",
+        "Training losses, each of its own kind: lines of different losses do not compare.\n",
         "![losses](figures/losses.png)\n",
     ]
     return "\n".join(parts)

@@ -7,6 +7,7 @@ from typing import Any
 
 from suture.evaluate.heldout import Score, gap_closed
 
+WHOLE = 26  # characters that a cell may have to be kept on one line
 HEADER = ("domain", "model", "KL to target", "gap closed", "agreement", "perplexity", "ρ L1", "ρ L1 calibration")
 
 
@@ -31,6 +32,16 @@ def score_rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
     return rows
 
 
+FEW = 500  # scored tokens below which corrections cannot be told apart
+
+
+def caption(scores: Sequence[Score]) -> str:
+    """What the scores rest on."""
+    counts = sorted({score.n_tokens for score in scores if score.split == "heldout"})
+    span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"Held-out scores ({span} tokens a domain{', too few to rank corrections' if counts[0] < FEW else ''})"
+
+
 def verdicts(scores: Sequence[Score]) -> list[str]:
     """A plain sentence for each domain and surgery: what it did to the held-out KL, worse included."""
     said = []
@@ -53,8 +64,12 @@ def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]],
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left)
-    grouped = len({row[0] for row in rows}) < len(rows)
+        # on a narrow terminal headings wrap and long texts fold; figures and names stay whole
+        widest = max((len(row[index]) for row in rows), default=0)
+        wrapped = max(len(word) for word in [*name.split(), ""])
+        least = max(wrapped, widest) if widest <= WHOLE else wrapped
+        table.add_column(name, justify="left" if index < left else "right", overflow="fold", min_width=least)
+    grouped = rows and 1 < len({row[0] for row in rows}) <= len(rows) / 2
     for before, row in zip(["", *(row[0] for row in rows)], rows, strict=False):
         if grouped and before not in ("", row[0]):
             table.add_section()

@@ -47,7 +47,7 @@ def make_surgery(name: str, hidden: int, rank: int = 16, t_max: int = 512) -> Su
     if name not in MODULES:
         raise SurgeryError(f"unknown surgery module {name!r}; {did_you_mean(name, MODULES)}")
     if rank > hidden:
-        raise SurgeryError(f"surgery.rank is {rank}, above the width of the states, {hidden}: lower it")
+        raise SurgeryError(f"rank is {rank}, above the width of the states, {hidden}: lower it")
     return MODULES[name](hidden, rank, t_max)
 
 
