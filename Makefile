@@ -7,11 +7,11 @@ TORCH ?= torch==2.13.0
 
 .PHONY: setup base demo test test-slow check docs site clean
 
-$(BIN)/suture: pyproject.toml
+$(BIN)/suture: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[dev,gguf]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,gguf]"
 	@touch $(BIN)/suture
 
 setup: $(BIN)/suture ## venv with suture and everything to develop it
@@ -40,7 +40,7 @@ docs: $(BIN)/suture ## write the generated pages
 	$(BIN)/python docs/generate.py
 
 site: docs ## the documentation as a site in site/
-	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
