@@ -18,8 +18,7 @@ from torch import Tensor
 
 from suture.errors import AttachError, did_you_mean
 from suture.models import Head, decoder_of, hidden_size
-from suture.surgery import Surgery
-from suture.surgery.base import Content, PositionTable
+from suture.surgery import Darts, Surgery
 
 ATTRIBUTE = "_suture"
 SEEN = "_suture_seen"
@@ -175,14 +174,17 @@ def _positions(given: dict[str, Any]) -> Tensor:
 
 
 def _seen(cache: Any) -> int | Tensor:
-    """Tokens that a cache holds. State-space models keep none and cannot say: theirs are counted by `_remember`."""
-    if hasattr(cache, SEEN):
-        found: int | Tensor = getattr(cache, SEEN)
-        return found
+    """Tokens that a cache holds, by its own count or by that of `_remember`."""
+    noted: int | Tensor | None = getattr(cache, SEEN, None)
+    return noted if noted is not None else _length(cache) or 0
+
+
+def _length(cache: Any) -> int | None:
+    """A cache's own count; None for those of state-space models, which keep no tokens and cannot say."""
     try:
         return cache.get_seq_length()  # type: ignore[no-any-return]
     except (AttributeError, ValueError):
-        return 0
+        return None
 
 
 def _remember(given: dict[str, Any], output: Any, positions: Tensor) -> None:
@@ -190,33 +192,20 @@ def _remember(given: dict[str, Any], output: Any, positions: Tensor) -> None:
     for holder in (given, output):
         for name in CACHES:
             cache = holder.get(name) if isinstance(holder, dict) else None
-            if cache is not None and not _counts(cache):
+            if cache is not None and _length(cache) is None:
                 setattr(cache, SEEN, positions[:, -1:] + 1)
 
 
-def _counts(cache: Any) -> bool:
-    try:
-        cache.get_seq_length()
-    except (AttributeError, ValueError):
-        return False
-    return True
-
-
-class _Test(Surgery):
+def _test_surgery(hidden: int, scale: float) -> Surgery:
     """A correction as large as the states, different at each position, so that a wrong one shows."""
-
-    def __init__(self, hidden: int, scale: float) -> None:
-        super().__init__(hidden, rank=2, t_max=64)
-        generator = torch.Generator().manual_seed(0)
-        self.content = Content(hidden, 2)
-        self.table = PositionTable(64, hidden)
-        with torch.no_grad():
-            self.content.up.weight.copy_(torch.randn(hidden, 2, generator=generator) * 0.1)
-            self.table.rows.copy_(torch.randn(64, hidden, generator=generator) * scale)
-
-    def correction(self, states: Tensor, positions: Tensor) -> Tensor:
-        out: Tensor = self.content(states) + self.table(positions)
-        return out
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):  # a new module draws its start: the caller's generator is left alone
+        torch.manual_seed(0)
+        test = Darts(hidden, rank=2, t_max=64)
+    with torch.no_grad():
+        test.content.up.weight.copy_(torch.randn(hidden, 2, generator=generator) * 0.1)
+        test.table.rows.copy_(torch.randn(64, hidden, generator=generator) * scale)
+    return test
 
 
 @torch.inference_mode()
@@ -240,7 +229,7 @@ def _probe(attachment: Attachment) -> torch.device:
     ids = torch.tensor([long, [0] * 5 + short], device=device)  # [2, 7]
     mask = torch.tensor([[1] * 7, [0] * 5 + [1] * 2], device=device)
     states = attachment.forward.original(input_ids=ids[:1], use_cache=False).last_hidden_state
-    test = _Test(hidden_size(model), float(states.float().std())).to(states.device)
+    test = _test_surgery(hidden_size(model), float(states.float().std())).to(states.device)
     settings = GenerationConfig(
         max_new_tokens=3,
         do_sample=False,

@@ -19,7 +19,7 @@ from suture.losses import NEED_ENTROPY, NEED_HEADS, Batch, Decode, get_loss
 from suture.progress import SILENT, Progress
 from suture.ridge import Moments, cross_validate
 from suture.states import HiddenCache, check_pair
-from suture.surgery import MODULES, Affine, Surgery, make_surgery
+from suture.surgery import Affine, Surgery, make_surgery
 
 
 @dataclass(frozen=True)
@@ -82,22 +82,21 @@ def calibrate(
         raise SurgeryError(f"loss {loss} needs the target's entropies: capture the target with entropy=True")
     if loss in NEED_HEADS and (decode is None or decode_target is None):
         raise SurgeryError(f"loss {loss} needs the heads of the merged model and of the target")
-    make_surgery(module, merged.states.shape[-1], rank, 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        surgery = make_surgery(module, merged.states.shape[-1], rank, t_max)
     place = device or merged.states.device
-    # rho is about these, training about all
+    solved = loss in surgery.solved_by
+    if solved and place.type == "mps":  # has no float64
+        place = torch.device("cpu")
     given, wanted = merged.to(place), target.to(place)
+    history: list[float] = []
     began = time.monotonic()
-    if loss in MODULES[module].solved_by:
-        if place.type == "mps":  # has no float64
-            given, wanted = given.to(torch.device("cpu")), wanted.to(torch.device("cpu"))
+    if solved:
         surgery, details = _solve(given, wanted, loss, rank, progress, stage)
-        history = []
     else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            surgery = make_surgery(module, merged.states.shape[-1], rank, t_max).to(place)
         heads = Heads(decode, decode_target)
-        history = _train(surgery, given, wanted, loss, heads, steps, lr, batch, seed, progress, stage)
+        history = _train(surgery.to(place), given, wanted, loss, heads, steps, lr, batch, seed, progress, stage)
         details = {"rank": rank}
     seconds = time.monotonic() - began
     surgery.to("cpu").eval().requires_grad_(False)
@@ -191,9 +190,7 @@ def _solve(
 
 def rho_rows(cache: HiddenCache) -> Tensor:
     """[n] indices of the states that rho is about: those that write responses, or all where there are none."""
-    if torch.equal(cache.tokens.prompt_lengths, cache.tokens.lengths):
-        return torch.arange(len(cache.states))
-    return cache.scored()[0]
+    return torch.arange(len(cache.states)) if cache.tokens.prompts_only else cache.scored()[0]
 
 
 @torch.inference_mode()

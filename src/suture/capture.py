@@ -11,6 +11,7 @@ from torch import Tensor
 from suture.errors import AttachError, ModelError
 from suture.models import Head, decoder_of
 from suture.progress import SILENT, Progress
+from suture.sidecars import listed
 from suture.states import HiddenCache, Tokens
 
 BATCH_TOKENS = 2048  # tokens of one forward pass
@@ -185,6 +186,5 @@ def end_tokens(model: Any) -> set[int]:
     """End-of-text ids of the generation config and the model's config, united."""
     ends: set[int] = set()
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
-        found = getattr(config, "eos_token_id", None)
-        ends.update(found if isinstance(found, list) else [] if found is None else [found])
+        ends.update(listed(getattr(config, "eos_token_id", None)))
     return ends

@@ -54,14 +54,11 @@ def _told(as_json: bool) -> Iterator[None]:
     """Errors meant for users as one message and exit code 1; with --json also as the document."""
     try:
         yield
-    except SutureError as error:
-        if as_json:
-            _print_json({"error": {"type": type(error).__name__, "message": str(error)}})
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(1) from error
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        message = f"{place}{error.strerror or error}"
+    except (SutureError, OSError) as error:
+        message = str(error)
+        if isinstance(error, OSError):
+            place = f"{error.filename}: " if error.filename else ""
+            message = f"{place}{error.strerror or error}"
         if as_json:
             _print_json({"error": {"type": type(error).__name__, "message": message}})
         typer.secho(f"error: {message}", fg="red", err=True)

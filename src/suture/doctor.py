@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 
-from suture.store import home
+from suture.store import existing, home
 
 REQUIRED = (
     "torch",
@@ -79,10 +79,7 @@ def _memory() -> Check:
 
 def _disk() -> Check:
     place = home()
-    probe = place
-    while not probe.exists():
-        probe = probe.parent
-    free = shutil.disk_usage(probe).free
+    free = shutil.disk_usage(existing(place)).free
     found = f"{free / 1e9:.1f} GB free at {place}"
     return (
         Check("disk", "ok", found)

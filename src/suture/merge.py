@@ -178,23 +178,18 @@ class Merge:
         }
         single = {model: _single(values.get("weight")) for model, values in given.items()}
         known = [value for value in single.values() if value is not None]
-        total = math.fsum(known) if normalised and len(known) == len(single) else 1.0
-        scale = _single(scales)  # mergekit's `lambda`, of the whole sum
         elected = normalised and elects_signs(self.config.merge_method)
+        # what all weights are multiplied by: mergekit's `lambda` over their sum; None where no one number tells it
+        factor = _single(scales)
+        if normalised and factor is not None:
+            total = math.fsum(known)
+            factor = factor / total if total and len(known) == len(single) and not elected else None
         rows = []
         sparse = any(value < 1 for values in given.values() for value in values.get("density", ()))
         for model, values in given.items():
             name = names.get((model.model.path, model.lora.path if model.lora else None), str(model))
             weight = single[model]
-            # a weight that varies by tensor has no single effect, nor has one that is divided by such
-            fixed = (
-                not elected
-                and weight is not None
-                and scale is not None
-                and total
-                and (not normalised or len(known) == len(single))
-            )
-            effective = scale * weight / total if fixed else None  # type: ignore[operator]
+            effective = weight * factor if weight is not None and factor is not None else None
             density = _single(values.get("density")) if sparse else None
             rows.append(Weight(name, weight, effective, density, elected))
         return sorted(rows, key=lambda row: list(self.parents).index(row.model) if row.model in self.parents else 99)

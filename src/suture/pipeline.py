@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from suture.bias import BiasReport, measure_bias
 from suture.calibrate import calibrate
 from suture.errors import PromptError, RecipeError
 from suture.evaluate.heldout import Score, score_calibration, score_heldout
 from suture.losses import NEED_HEADS
+from suture.models import DTYPES
 from suture.plan import Member
 from suture.reading import Reading
 from suture.recipe import Recipe, Surgery, load_recipe, parse_recipe
@@ -85,9 +84,8 @@ class Run(Reading):
                 write_json(folder / "summary.json", report.summary())
         else:
             self._reuse(f"bias of {member.name}")
-            report = measure_bias(merged, target)
             kept = json.loads((found.path / "summary.json").read_text())["sensitivity"]
-            report.sensitivity.extend(kept)
+            report = replace(measure_bias(merged, target), sensitivity=kept)
         return report, self.store.get("bias", inputs)
 
     def calibrate(self, member: Member, surgery: Surgery) -> Artifact:
@@ -100,7 +98,7 @@ class Run(Reading):
         merged, target = self._trained_on(member, surgery)
         heads = surgery.loss in NEED_HEADS
         with self.store.create("surgery", inputs) as folder:
-            dtype = torch.bfloat16 if surgery.dtype == "bfloat16" else torch.float32
+            dtype = DTYPES[surgery.dtype]
             done = calibrate(
                 merged,
                 target,

@@ -72,6 +72,7 @@ class Plan:
         self.hashes = FileHashes()
         self.started = time.monotonic() if started is None else started
         self.reused: list[str] = []
+        self._written: dict[tuple[str, str], Tokens] = {}  # what targets wrote, by domain and split, once it is read
         self.device = choose_device(recipe.device)
         self.dtype = choose_dtype(recipe.dtype, self.device)
         for index, surgery in enumerate(recipe.surgery):
@@ -137,7 +138,7 @@ class Plan:
         for member in self.members.values():
             for split in self.splits:
                 prompts, more = self.to_continue(member, split)
-                tokens += len(prompts.ids) + (len(prompts) * more if split != "calibration" else 0)
+                tokens += len(prompts.ids) + len(prompts) * more
         size = self.dtype.itemsize
         heads = (1 + len(self.members)) * self.rows * width * size
         need_disk(self.store.root, 2 * tokens * width * size + heads + (1 << 20), "storing hidden states")
@@ -163,8 +164,8 @@ class Plan:
                 f"{where}: {both} held-out prompts are calibration prompts token for token once they are cut to "
                 f"max_length {self.recipe.max_length}: raise it"
             )
-        written = {split: self.to_continue(member, split)[1] if split != "calibration" else 0 for split in self.splits}
-        longest = max(int(self.to_continue(member, split)[0].lengths.max()) + more for split, more in written.items())
+        texts = [self.to_continue(member, split) for split in self.splits]
+        longest = max(int(prompts.lengths.max()) + more for prompts, more in texts)
         for model in (self.donor, member.checkpoint):
             limit = model.text_config.get("max_position_embeddings") or model.text_config.get("n_positions")
             if limit and longest > limit:
@@ -214,22 +215,25 @@ class Plan:
         }
 
     def to_continue(self, member: Member, split: str) -> tuple[Tokens, int]:
-        """(prompts, how many tokens to write) of a split whose text the target writes."""
+        """(prompts, how many tokens the target writes after each) of a split."""
         if split == "heldout":
             return member.prompts, self.recipe.heldout.tokens
-        return member.calibration, self.recipe.response_tokens
+        return member.calibration, self.recipe.response_tokens if split == "responses" else 0
 
     def find_tokens(self, member: Member, split: str) -> Tokens | None:
         """The tokens of one split: prompts as they are, or with what the target wrote for them, if it has."""
         if split == "calibration":
             return member.calibration
+        if (member.name, split) in self._written:
+            return self._written[member.name, split]
         found = self.store.find("responses", self.response_inputs(member, split))
         if found is None:
             return None
         rows = json.loads((found.path / "responses.json").read_text())
         # a token that only the target has ends the text: the merged model cannot read it
         ids = [list(takewhile(lambda token: token < self.rows, row)) if self.rows else row for row in rows["ids"]]
-        return Tokens.of(ids, rows["prompt_lengths"])
+        self._written[member.name, split] = Tokens.of(ids, rows["prompt_lengths"])
+        return self._written[member.name, split]
 
     def tokens(self, member: Member, split: str) -> Tokens:
         """As `find_tokens`, for tokens that must be there.

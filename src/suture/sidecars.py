@@ -20,8 +20,13 @@ def end_tokens(folders: Iterable[Path]) -> list[int]:
             if (folder / name).exists():
                 settings = read_json(folder / name, "")
                 ends = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
-                found.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
+                found.update(listed(ends))
     return sorted(found)
+
+
+def listed(ends: Any) -> list[int]:
+    """The ids in an `eos_token_id`, which configs write as none, one or a list."""
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def generation_config(folders: list[Path]) -> Any:

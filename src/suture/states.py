@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -42,6 +43,11 @@ class Tokens:
         return torch.arange(len(self.ids)) - self.starts.repeat_interleave(self.lengths)
 
     @property
+    def prompts_only(self) -> bool:
+        """Whether no sequence has a response."""
+        return torch.equal(self.prompt_lengths, self.lengths)
+
+    @property
     def sequences(self) -> list[Tensor]:
         """The ids as one tensor a sequence."""
         return list(torch.split(self.ids, self.lengths.tolist()))
@@ -59,6 +65,10 @@ class Tokens:
 
     def fingerprint(self) -> str:
         """A hash of the content."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         return digest([self.ids.tolist(), self.lengths.tolist(), self.prompt_lengths.tolist()])
 
     @classmethod
@@ -118,7 +128,7 @@ class HiddenCache:
         tokens = self.tokens
         last = tokens.lengths.repeat_interleave(tokens.lengths) - 1  # [N]
         first = tokens.prompt_lengths.repeat_interleave(tokens.lengths) - 1  # [N]
-        if torch.equal(tokens.prompt_lengths, tokens.lengths):
+        if tokens.prompts_only:
             first = torch.zeros_like(last)
         chosen = ((tokens.positions >= first) & (tokens.positions < last)).nonzero()[:, 0]
         return chosen, tokens.ids[chosen + 1]

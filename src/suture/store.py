@@ -76,15 +76,19 @@ def need_disk(folder: Path, needed: int, what: str) -> None:
     Raises:
         ResourceError: with both figures in GB.
     """
-    probe = folder
-    while not probe.exists():
-        probe = probe.parent
-    free = shutil.disk_usage(probe).free
+    free = shutil.disk_usage(existing(folder)).free
     if free < needed:
         raise ResourceError(
             f"{what} needs {needed / 1e9:.2f} GB on the disk of {folder}, which has {free / 1e9:.2f} GB free: "
             "free some space or set SUTURE_HOME to another disk"
         )
+
+
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def check_folder(path: Path) -> None:
@@ -93,9 +97,7 @@ def check_folder(path: Path) -> None:
     Raises:
         StoreError: naming the file that is in the way, or the folder that cannot be written.
     """
-    place = path.expanduser().absolute()
-    while not place.exists():
-        place = place.parent
+    place = existing(path.expanduser().absolute())
     if not place.is_dir():
         raise StoreError(f"{place} is a file where a folder should be written: remove it or choose another name")
     if not os.access(place, os.W_OK | os.X_OK):
@@ -110,8 +112,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         StoreError: before the block, when `path` is a file.
     """
     path = path.resolve()  # behind a link the folder is replaced, not the link
-    if path.exists() and not path.is_dir():
-        raise StoreError(f"{path} is a file where a folder should be written: remove it or choose another name")
+    check_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
