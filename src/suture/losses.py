@@ -21,12 +21,21 @@ ROWS = 256  # states whose logits exist at one time
 
 @dataclass(frozen=True)
 class Batch:
-    """What a loss may look at, beside the corrected states: the target's states, entropies and both heads."""
+    """What a loss may look at, beside the corrected states.
+
+    Attributes:
+        target: [N, H] the target's states.
+        entropy: [N] the target's, in nats.
+        decode, decode_target: heads of the merged model and of the target.
+        power, floor: what `ewl1` and `ewl2` make of entropies, as in `entropy_weights`.
+    """
 
     target: Tensor
     entropy: Tensor | None = None
     decode: Decode | None = None
     decode_target: Decode | None = None
+    power: float = 1.0
+    floor: float = 0.0
 
 
 Loss = Callable[[Tensor, Batch], Tensor]
@@ -39,8 +48,9 @@ def l1(corrected: Tensor, batch: Batch) -> Tensor:
 
 def ewl1(corrected: Tensor, batch: Batch) -> Tensor:
     """As l1, each token weighted by its entropy over the minibatch's mean entropy (Eq. 6)."""
-    assert batch.entropy is not None
-    weight = batch.entropy / batch.entropy.mean().clamp_min(1e-12)  # [N]
+    weight = _relative_weights(batch)  # [N]
+    if weight is None:
+        return l1(corrected, batch)
     return (weight * (corrected - batch.target).abs().mean(-1)).mean()
 
 
@@ -51,9 +61,30 @@ def l2(corrected: Tensor, batch: Batch) -> Tensor:
 
 def ewl2(corrected: Tensor, batch: Batch) -> Tensor:
     """As l2, each token weighted by its entropy over the minibatch's mean entropy."""
-    assert batch.entropy is not None
-    weight = batch.entropy / batch.entropy.mean().clamp_min(1e-12)  # [N]
+    weight = _relative_weights(batch)  # [N]
+    if weight is None:
+        return l2(corrected, batch)
     return (weight * ((corrected - batch.target) ** 2).mean(-1)).mean()
+
+
+def entropy_weights(entropy: Tensor, power: float = 1.0, floor: float = 0.0) -> Tensor | None:
+    """max(entropy, floor) ^ power of each token, [N] from [N] nats; None where the power is 0 and all count alike.
+
+    With the defaults these are the entropies themselves, untouched.
+    """
+    if power == 0:
+        return None
+    if power == 1 and floor == 0:
+        return entropy
+    # rounding leaves entropies a little below zero, where a fractional power is not a number
+    return entropy.clamp_min(floor) ** power
+
+
+def _relative_weights(batch: Batch) -> Tensor | None:
+    """[N] weights of the tokens over their mean, or None where all count alike."""
+    assert batch.entropy is not None
+    weight = entropy_weights(batch.entropy, batch.power, batch.floor)  # [N]
+    return None if weight is None else weight / weight.mean().clamp_min(1e-12)
 
 
 def kl(corrected: Tensor, batch: Batch) -> Tensor:
