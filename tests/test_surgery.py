@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,11 @@ def literal(name: str, module: Surgery, h: Tensor, t: int) -> Tensor:
         down, up, offset = (t.double() for t in (module.down.weight, module.up.weight, module.up.bias))
         return h - (up @ (down @ h) + offset)
     row = torch.zeros(H, dtype=torch.float64)
+    if name == "cosine":
+        phase = min(math.log(1 + t) / math.log(T_MAX), 1.0)
+        for k in range(8):
+            row += math.cos(math.pi * k * phase) * module.weights[k].double()
+        return h - bottleneck(module.content, h) - row
     if name != "standard" and t < T_MAX:
         row = module.table.rows[t].double()
     if name == "standard":
@@ -67,6 +73,8 @@ def test_new_module_is_the_identity_but_can_learn(name: str) -> None:
     (module(h, POSITIONS) ** 2).sum().backward()
     up = module.up if name == "affine" else module.content.up
     assert float(up.weight.grad.abs().sum()) > 0
+    if name == "cosine":
+        assert bool((module.weights.grad.abs().sum(1) > 0).all())
     if name == "parallel":  # a zero embedding would never get a gradient
         assert float(module.position.up.weight.grad.abs().sum()) > 0
 
@@ -78,6 +86,8 @@ def test_parameter_counts_and_stored_sizes_of_the_paper(tmp_path: Path) -> None:
     assert counts["darts"] == counts["add"] == 2_228_224
     assert counts["add"] - counts["standard"] == 2_097_152  # 2.1M
     assert counts["parallel"] - counts["standard"] == 2_228_224  # 2.2M
+    assert counts["cosine"] == 131_072 + 8 * 4096
+    assert make_surgery("cosine", 4096, 16, 512, waves=3).parameter_count() == 131_072 + 3 * 4096
     assert make_surgery("standard", 4096, 128).parameter_count() == 1_048_576
     for name, size in (("standard", 262_144), ("darts", 4_456_448)):
         save_surgery(make_surgery(name, 4096, 16, 512), tmp_path / name)
@@ -98,7 +108,33 @@ def test_module_survives_the_disk_in_bfloat16(name: str, tmp_path: Path) -> None
         "hidden": H,
         "rank": R,
         "t_max": T_MAX,
+        **({"waves": 8} if name == "cosine" else {}),
     }
+
+
+def test_the_number_of_waves_survives_the_disk(tmp_path: Path) -> None:
+    save_surgery(make_surgery("cosine", H, R, T_MAX, waves=3), tmp_path)
+    found = load_surgery(tmp_path)
+    assert json.loads((tmp_path / "surgery.json").read_text())["waves"] == 3
+    assert found.weights.shape == (3, H)
+
+
+def test_cosines_are_bounded_and_level_off_without_a_step_or_a_kink() -> None:
+    t_max = 100
+    module = make_surgery("cosine", H, R, t_max)
+    module.weights.data.normal_(generator=torch.Generator().manual_seed(0))
+    module.requires_grad_(False)
+    table = module.correction(torch.zeros(300, H), torch.arange(300))  # [300, H]; c(0) is 0
+    assert bool((table.abs() <= module.weights.abs().sum(0) + 1e-5).all())
+    last = table[t_max - 1]
+    assert float(last.abs().max()) > 0.1
+    torch.testing.assert_close(table[t_max:], last.expand(200, H))
+    far = torch.tensor([10**4, 10**6, 10**9])
+    torch.testing.assert_close(module.correction(torch.zeros(3, H), far), last.expand(3, H))
+    jumps = (table[1:] - table[:-1]).abs().amax(1)  # [299]
+    assert float(jumps[t_max - 4 : t_max + 4].max()) < 0.05 * float(jumps.max())  # slope 0 from both sides
+    # before the first token there is padding, whose states nobody reads: only not a number would spread
+    assert bool(module.correction(torch.zeros(1, H), torch.tensor([-1])).isfinite().all())
 
 
 def batch_of(n: int = 7) -> tuple[Tensor, Batch, Tensor, Tensor]:
@@ -156,6 +192,32 @@ def test_constant_entropy_makes_ewl1_equal_l1() -> None:
     torch.testing.assert_close(LOSSES["ewl1"](corrected, same), LOSSES["l1"](corrected, same))
 
 
+@pytest.mark.parametrize(("weighted", "plain"), [("ewl1", "l1"), ("ewl2", "l2")])
+def test_power_and_floor_of_entropies(weighted: str, plain: str) -> None:
+    corrected, batch, _, _ = batch_of()
+    entropy = batch.entropy
+    assert entropy is not None
+
+    def loss(name: str, power: float, floor: float) -> Tensor:
+        return LOSSES[name](corrected, Batch(batch.target, entropy, power=power, floor=floor))
+
+    assert torch.equal(loss(weighted, 1, 0), LOSSES[weighted](corrected, batch))
+    assert torch.equal(loss(weighted, 0, 0.3), LOSSES[plain](corrected, batch))
+    for power, floor in ((2, 0), (0.5, 0), (1, 0.4), (1.5, 0.6)):
+        weights = [max(float(value), floor) ** power for value in entropy]
+        distance = (corrected - batch.target).abs() ** (2 if plain == "l2" else 1)
+        expected = sum(w * float(d.mean()) for w, d in zip(weights, distance, strict=True)) / sum(weights)
+        assert float(loss(weighted, power, floor)) == pytest.approx(expected, rel=1e-5)
+    # far above every entropy the floor makes all tokens alike
+    torch.testing.assert_close(loss(weighted, 1, 50), LOSSES[plain](corrected, batch))
+
+
+def test_an_entropy_that_rounding_made_negative_has_a_root() -> None:
+    corrected, batch, _, _ = batch_of()
+    entropy = torch.tensor([-1e-7, 1, 1, 1, 1, 1, 1])
+    assert bool(LOSSES["ewl1"](corrected, Batch(batch.target, entropy, power=0.5)).isfinite())
+
+
 def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(SurgeryError, match="did you mean 'darts'"):
         make_surgery("dart", H)
@@ -163,5 +225,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         get_loss("wewl1")
     with pytest.raises(SurgeryError, match="rank is 13, above the width of the states, 12"):
         make_surgery("darts", H, 13)
+    with pytest.raises(SurgeryError, match="waves is 0"):
+        make_surgery("cosine", H, 2, waves=0)
     with pytest.raises(StoreError, match="holds no surgery module"):
         load_surgery(tmp_path)

@@ -12,6 +12,7 @@ from suture.errors import StoreError, SurgeryError, did_you_mean
 from suture.surgery.add import Add
 from suture.surgery.affine import Affine
 from suture.surgery.base import Surgery
+from suture.surgery.cosine import Cosine
 from suture.surgery.darts import Darts
 from suture.surgery.parallel import Parallel
 from suture.surgery.standard import Standard
@@ -22,12 +23,14 @@ MODULES: dict[str, type[Surgery]] = {
     "add": Add,
     "parallel": Parallel,
     "affine": Affine,
+    "cosine": Cosine,
 }
 
 __all__ = [
     "MODULES",
     "Add",
     "Affine",
+    "Cosine",
     "Darts",
     "Parallel",
     "Standard",
@@ -38,17 +41,26 @@ __all__ = [
 ]
 
 
-def make_surgery(name: str, hidden: int, rank: int = 16, t_max: int = 512) -> Surgery:
+def make_surgery(name: str, hidden: int, rank: int = 16, t_max: int = 512, waves: int = 8) -> Surgery:
     """A new module, which corrects nothing yet.
 
+    Args:
+        name: one of MODULES.
+        hidden, rank, t_max: as in `Surgery`.
+        waves: cosines of position, for `cosine`; the others have none.
+
     Raises:
-        SurgeryError: for an unknown name, with the nearest, or a rank above H.
+        SurgeryError: for an unknown name, with the nearest, a rank above H, or no waves.
     """
     if name not in MODULES:
         raise SurgeryError(f"unknown surgery module {name!r}; {did_you_mean(name, MODULES)}")
     if rank > hidden:
         raise SurgeryError(f"rank is {rank}, above the width of the states, {hidden}: lower it")
-    return MODULES[name](hidden, rank, t_max)
+    if waves < 1:
+        raise SurgeryError(f"waves is {waves}: a correction by position needs 1 or more")
+    kind = MODULES[name]
+    given = {"waves": waves}
+    return kind(hidden, rank, t_max, **{key: given[key] for key in kind.own})
 
 
 def save_surgery(module: Surgery, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -58,6 +70,7 @@ def save_surgery(module: Surgery, folder: Path, dtype: torch.dtype = torch.bfloa
     tensors = {key: value.detach().to(dtype).contiguous().cpu() for key, value in module.state_dict().items()}
     save_file(tensors, folder / "surgery.safetensors")
     settings = {"module": name, "hidden": module.hidden, "rank": module.rank, "t_max": module.t_max}
+    settings |= {key: getattr(module, key) for key in module.own}
     (folder / "surgery.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -71,6 +84,7 @@ def load_surgery(folder: Path | str) -> Surgery:
     if not (path / "surgery.json").exists() or not (path / "surgery.safetensors").exists():
         raise StoreError(f"{path} holds no surgery module (surgery.json, surgery.safetensors)")
     settings = json.loads((path / "surgery.json").read_text())
-    module = make_surgery(settings["module"], settings["hidden"], settings["rank"], settings["t_max"])
+    own = {key: settings[key] for key in ("waves",) if key in settings}
+    module = make_surgery(settings["module"], settings["hidden"], settings["rank"], settings["t_max"], **own)
     module.load_state_dict({key: value.float() for key, value in load_file(path / "surgery.safetensors").items()})
     return module.eval().requires_grad_(False)

@@ -16,6 +16,9 @@ class Surgery(nn.Module):
     """
 
     solved_by: frozenset[str] = frozenset()  # losses that calibration minimises in closed form
+    own: tuple[str, ...] = ()  # settings that only this module has: arguments and attributes of these names
+    offset_table = False  # whether it has a table whose rows are subtracted as they are: `offsets`
+    extrapolates = False  # whether the term by position goes on past T_max
 
     def __init__(self, hidden: int, rank: int = 16, t_max: int = 512) -> None:
         super().__init__()
@@ -28,6 +31,10 @@ class Surgery(nn.Module):
     def forward(self, states: Tensor, positions: Tensor) -> Tensor:
         """Corrected states, [..., H], in the dtype they came in; the correction itself is computed in float32."""
         return (states.float() - self.correction(states.float(), positions)).to(states.dtype)
+
+    def offsets(self) -> Tensor:
+        """What is subtracted at each position whatever the state, [T_max, H]; with `offset_table` alone."""
+        raise NotImplementedError
 
     def parameter_count(self) -> int:
         """Numbers that the module adds to a model."""

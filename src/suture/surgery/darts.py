@@ -10,6 +10,8 @@ from suture.surgery.base import Content, PositionTable, Surgery
 class Darts(Surgery):
     """h - c(h) - b_t (Eq. 4). 2 r H + T_max H parameters; the table starts at zero."""
 
+    offset_table = True
+
     def __init__(self, hidden: int, rank: int = 16, t_max: int = 512) -> None:
         super().__init__(hidden, rank, t_max)
         self.content = Content(hidden, rank)
@@ -18,3 +20,6 @@ class Darts(Surgery):
     def correction(self, states: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.content(states) + self.table(positions)
         return out
+
+    def offsets(self) -> Tensor:
+        return self.table.rows
