@@ -1,11 +1,11 @@
 """Calibration: cached states of a merged model and of a target → a trained surgery module. No language model is loaded.
 
-Adam with betas (0.9, 0.999) in float32, a minibatch of whole prompts a step, flat over their tokens: padding does not
-exist here, so none is computed. Where a module's loss has a closed form, it is solved instead.
+A module is trained, or solved where its loss has a closed form.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from suture.bias import bias, reduction
-from suture.errors import SurgeryError
-from suture.losses import NEED_ENTROPY, NEED_HEADS, Batch, Decode, get_loss
+from suture.errors import SurgeryError, did_you_mean
+from suture.losses import NEED_ENTROPY, NEED_HEADS, Decode, entropy_weights, get_loss
 from suture.progress import SILENT, Progress
 from suture.ridge import Moments, cross_validate
 from suture.states import HiddenCache, check_pair
-from suture.surgery import Affine, Surgery, make_surgery
+from suture.surgery import MODULES, Affine, Surgery, make_surgery
+from suture.table import Prior, median_table
+from suture.training import Criterion, EarlyStopping, Heads, Text, train
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Calibration:
         losses: one value a step.
         rho_calibration, rho_heldout: L1 reduction (Eq. 7); held-out is None where no such states were given.
         seconds: of the training loop, or of solving.
-        details: what else is worth keeping: `rank` and, where it was cross-validated, `ridge` and `ridge_errors`.
+        details: what else is worth keeping: `rank`; where it was cross-validated, `ridge` and `ridge_errors`; with
+            early stopping `best_step`, and `validation_losses` by step.
     """
 
     surgery: Surgery
@@ -50,10 +53,18 @@ def calibrate(
     loss: str = "ewl1",
     rank: int = 16,
     t_max: int = 512,
+    waves: int = 8,
     steps: int = 500,
     lr: float = 1e-3,
     batch: int = 8,
     seed: int = 0,
+    smooth: float = 0.0,
+    shrink: float = 0.0,
+    start: str = "zero",
+    entropy_power: float = 1.0,
+    entropy_floor: float = 0.0,
+    early_stopping: bool = False,
+    validation: tuple[HiddenCache, HiddenCache] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     heldout: tuple[HiddenCache, HiddenCache] | None = None,
     decode: Decode | None = None,
@@ -66,38 +77,78 @@ def calibrate(
 
     Args:
         merged, target: states of both models on the same calibration tokens; the target's with entropies for `ewl1`.
-        module, loss, rank, t_max, steps, lr, batch, seed: as in the recipe; the defaults are the paper's.
+        module, loss, rank, t_max, waves, steps, lr, batch, seed: as in the recipe; the defaults are the paper's. Where
+            a module extrapolates, T_max is lowered to the longest text: its term is constant past what it has seen.
+        smooth, shrink: weights of squared differences between neighbouring rows of the position table, and of its
+            squares, scaled as in `suture.table`: alike for any width, number of tokens, length and T_max; 0 is off.
+        start: `zero`, or `median`: the table starts as what minimises L1 and prior without the content term, tokens
+            weighted by entropy for `ewl1` and `ewl2`.
+        entropy_power, entropy_floor: those two losses weight a token by max(entropy, floor) ^ power; the floor in nats.
+        early_stopping: keep the weights with the least loss on `validation`, those before the first step included.
+        validation: (merged, target) states to measure that loss on; they are never trained on. What is solved in
+            closed form has no steps to choose from, and needs none.
         dtype: what the module is rounded to at the end, as it will be stored.
         heldout: (merged, target) states to measure rho on; they are never trained on.
         decode, decode_target: heads of the merged model and of the target, for the losses `kl` and `ce`.
         device: where to train; by default where the states are.
 
     Raises:
-        SurgeryError: for an unknown module or loss, states that do not match, entropies or heads that are missing, or
-            a loss that is no longer finite.
+        SurgeryError: for an unknown module, loss or start, a number out of range, states that do not match, entropies,
+            heads or validation states that are missing, settings of a position table for a module without one, or a
+            loss that is no longer finite.
     """
     get_loss(loss)
-    check_pair(merged, target)
-    if loss in NEED_ENTROPY and target.entropy is None:
-        raise SurgeryError(f"loss {loss} needs the target's entropies: capture the target with entropy=True")
+    check_table(module, smooth, shrink, start)
+    if not 0 <= entropy_power < math.inf or not 0 <= entropy_floor < math.inf:
+        raise SurgeryError(f"entropy_power ({entropy_power:g}) and entropy_floor ({entropy_floor:g}) must be 0 or more")
+    _check_states(merged, target, loss)
     if loss in NEED_HEADS and (decode is None or decode_target is None):
         raise SurgeryError(f"loss {loss} needs the heads of the merged model and of the target")
+    if module in MODULES and MODULES[module].extrapolates:
+        t_max = min(t_max, int(merged.tokens.lengths.max()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        surgery = make_surgery(module, merged.states.shape[-1], rank, t_max)
+        surgery = make_surgery(module, merged.states.shape[-1], rank, t_max, waves)
     place = device or merged.states.device
     solved = loss in surgery.solved_by
+    if early_stopping and not solved:
+        if validation is None:
+            raise SurgeryError(
+                "early_stopping needs prompts that are held back: give validation=(merged, target), states on prompts "
+                "that are neither trained nor scored on, or leave early_stopping out"
+            )
+        _check_states(*validation, loss)
     if solved and place.type == "mps":  # has no float64
         place = torch.device("cpu")
     given, wanted = merged.to(place), target.to(place)
+    criterion = Criterion(loss, Heads(decode, decode_target), entropy_power, entropy_floor)
     history: list[float] = []
     began = time.monotonic()
     if solved:
-        surgery, details = _solve(given, wanted, loss, rank, progress, stage)
+        surgery, details = _solve(given, wanted, criterion, rank, progress, stage)
     else:
-        heads = Heads(decode, decode_target)
-        history = _train(surgery.to(place), given, wanted, loss, heads, steps, lr, batch, seed, progress, stage)
         details = {"rank": rank}
+        if start == "median":
+            _start_at_medians(surgery, merged, target, criterion, smooth, shrink)
+        prior = Prior.of(smooth, shrink, merged.tokens.positions, t_max, place) if smooth or shrink else None
+        stopping = None
+        if early_stopping and validation is not None:
+            stopping = EarlyStopping(Text(validation[0].to(place), validation[1].to(place), criterion), steps)
+        history = train(
+            surgery.to(place),
+            Text(given, wanted, criterion),
+            steps=steps,
+            lr=lr,
+            batch=batch,
+            seed=seed,
+            prior=prior,
+            stopping=stopping,
+            progress=progress,
+            stage=stage,
+        )
+        if stopping is not None:
+            losses = {str(step): value for step, value in stopping.losses.items()}
+            details |= {"best_step": stopping.best, "validation_losses": losses}
     seconds = time.monotonic() - began
     surgery.to("cpu").eval().requires_grad_(False)
     for tensor in surgery.state_dict().values():
@@ -112,59 +163,51 @@ def calibrate(
     )
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Heads of the merged model and of the target, for losses that read logits."""
+def check_table(module: str, smooth: float = 0.0, shrink: float = 0.0, start: str = "zero") -> None:
+    """Refuse settings of a position table for a module that has none that is subtracted as it is.
 
-    merged: Decode | None
-    target: Decode | None
+    Raises:
+        SurgeryError: for such a module, a negative weight, or an unknown start.
+    """
+    if start not in ("zero", "median"):
+        raise SurgeryError(f"unknown start {start!r}; {did_you_mean(start, ('zero', 'median'))}")
+    if not 0 <= smooth < math.inf or not 0 <= shrink < math.inf:
+        raise SurgeryError(f"smooth ({smooth:g}) and shrink ({shrink:g}) are weights of a penalty: give 0 or more")
+    if (smooth or shrink or start != "zero") and module in MODULES and not MODULES[module].offset_table:
+        fit = ", ".join(name for name, kind in MODULES.items() if kind.offset_table)
+        raise SurgeryError(
+            f"smooth, shrink and start are about a table of offsets by position, which {module} does not have: "
+            f"leave them out, or take a module that has one ({fit})"
+        )
 
 
-def _train(
-    surgery: Surgery,
-    merged: HiddenCache,
-    target: HiddenCache,
-    loss: str,
-    heads: Heads,
-    steps: int,
-    lr: float,
-    batch: int,
-    seed: int,
-    progress: Progress,
-    stage: str,
-) -> list[float]:
-    """Adam on minibatches of whole prompts; the loss of each step."""
-    function = get_loss(loss)
-    generator = torch.Generator().manual_seed(seed)
-    optimiser = torch.optim.Adam(surgery.parameters(), lr=lr, betas=(0.9, 0.999))
-    given, wanted = merged.states.float(), target.states.float()  # [N, H] each
-    positions = merged.tokens.positions.to(given.device)  # [N]
-    spans = torch.split(torch.arange(len(given), device=given.device), merged.tokens.lengths.tolist())
-    queue: list[int] = []
-    history: list[Tensor] = []
-    with progress.stage(stage, steps) as advance:
-        for _ in range(steps):
-            while len(queue) < batch:
-                queue += torch.randperm(len(spans), generator=generator).tolist()
-            chosen, queue = queue[:batch], queue[batch:]
-            rows = torch.cat([spans[index] for index in chosen])  # [n] tokens of these prompts
-            corrected = surgery(given[rows], positions[rows])  # [n, H]
-            weights = target.entropy[rows] if target.entropy is not None else None
-            value = function(corrected, Batch(wanted[rows], weights, heads.merged, heads.target))
-            optimiser.zero_grad(set_to_none=True)
-            value.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            history.append(value.detach())
-            advance(1)
-    curve = torch.stack(history)
-    if not bool(torch.isfinite(curve).all()):
-        step = int((~torch.isfinite(curve)).nonzero()[0, 0])
-        raise SurgeryError(f"training by {loss} diverged at step {step + 1} of {steps}: lower surgery.lr ({lr:g})")
-    return [float(value) for value in curve]
+def _check_states(merged: HiddenCache, target: HiddenCache, loss: str) -> None:
+    check_pair(merged, target)
+    if loss in NEED_ENTROPY and target.entropy is None:
+        raise SurgeryError(f"loss {loss} needs the target's entropies: capture the target with entropy=True")
+
+
+def _weights(target: HiddenCache, criterion: Criterion) -> Tensor | None:
+    """[N] weights of the tokens in a closed form, or None where all count alike."""
+    if criterion.loss not in NEED_ENTROPY or target.entropy is None:
+        return None
+    return entropy_weights(target.entropy, criterion.entropy_power, criterion.entropy_floor)
+
+
+@torch.no_grad()
+def _start_at_medians(
+    surgery: Surgery, merged: HiddenCache, target: HiddenCache, criterion: Criterion, smooth: float, shrink: float
+) -> None:
+    """Set the table to what minimises weighted L1 and prior without content; on the CPU, where sums have one order."""
+    merged, target = merged.to(torch.device("cpu")), target.to(torch.device("cpu"))
+    residuals = merged.states.float() - target.states.float()  # [N, H]
+    weights = _weights(target, criterion)  # [N]
+    table = median_table(residuals, merged.tokens.positions, weights, surgery.t_max, smooth, shrink)
+    surgery.offsets().copy_(table)
 
 
 def _solve(
-    merged: HiddenCache, target: HiddenCache, loss: str, rank: int, progress: Progress, stage: str
+    merged: HiddenCache, target: HiddenCache, criterion: Criterion, rank: int, progress: Progress, stage: str
 ) -> tuple[Surgery, dict[str, Any]]:
     """The affine map nearest to h - h*, its ridge chosen by cross-validation over prompts.
 
@@ -172,8 +215,8 @@ def _solve(
     """
     lengths = merged.tokens.lengths.tolist()
     rank = max(1, min(rank, len(merged.states) - 1, merged.states.shape[-1]))
-    entropy = target.entropy if loss in NEED_ENTROPY else None
-    weights = torch.split(entropy, lengths) if entropy is not None else [None] * len(lengths)
+    whole = _weights(target, criterion)  # [N]
+    weights = torch.split(whole, lengths) if whole is not None else [None] * len(lengths)
     prompts = []
     with progress.stage(stage, len(lengths)) as advance:
         for one, two, weight in zip(

@@ -91,8 +91,13 @@ class Surgery(Strict):
     loss: str = Field("ewl1", description="`suture list losses` names them.")
     rank: int = Field(16, ge=1, description="Width r of the content bottleneck.")
     t_max: int = Field(
-        512, alias="T_max", ge=1, description="Rows of the position table; later positions get no position term."
+        512,
+        alias="T_max",
+        ge=1,
+        description="Rows of the position table; later positions get no position term. For `cosine` the position from "
+        "which its term is constant.",
     )
+    waves: int = Field(8, ge=1, description="Cosines of position, for `cosine`.")
     steps: int = Field(500, ge=1, description="Optimiser steps (Adam, betas 0.9 and 0.999).")
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="Learning rate.")
     batch: int = Field(8, ge=1, description="Prompts a step.")
@@ -102,6 +107,34 @@ class Surgery(Strict):
         "prompts",
         description="`prompts` is the paper's protocol; with `responses` the target first continues its prompts, and "
         "all of that text counts.",
+    )
+    smooth: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of squared jumps between neighbouring rows of the position table of `darts`; 0 is off.",
+    )
+    shrink: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the squares of the position table of `darts`; 0 is off.",
+    )
+    start: Literal["zero", "median"] = Field(
+        "zero",
+        description="Where the position table of `darts` starts; `median` is its closed form for L1 without content.",
+    )
+    entropy_power: float = Field(
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Exponent of the entropies that weight tokens in `ewl1` and `ewl2`; 0 weights all alike.",
+    )
+    entropy_floor: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Entropies below it count as this much there, in nats."
+    )
+    early_stopping: bool = Field(
+        False, description="Keep the weights of the step with the least loss on prompts that are held back for that."
     )
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="How the module is stored; it trains in float32."
