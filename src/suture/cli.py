@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -21,6 +21,7 @@ from suture.store import check_folder
 
 if TYPE_CHECKING:
     from suture.pipeline import Run
+    from suture.recipe import Recipe
 
 app = typer.Typer(
     name="suture",
@@ -43,6 +44,12 @@ RecipeFile = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and notes.")]
+NoGate = Annotated[
+    bool,
+    typer.Option(
+        "--no-gate", help="Hold no calibration prompts back: every correction acts at full strength, as in the paper."
+    ),
+]
 StoreFolder = Annotated[
     Optional[Path],
     typer.Option("--store", help="Folder of artifacts; `$SUTURE_HOME/store` by default.", show_default=False),
@@ -83,8 +90,15 @@ def _hush() -> None:
     chatter.disable_progress_bar()
 
 
-def _open(recipe: Path, store: Path | None, quiet: bool) -> Run:
-    """A checked run of a recipe file, or of the recipe kept in a run's folder."""
+def _open(
+    recipe: Path,
+    store: Path | None,
+    quiet: bool,
+    *,
+    gate: bool = True,
+    change: Callable[[Recipe], Recipe] | None = None,
+) -> Run:
+    """A checked run of a recipe file, or of the recipe kept in a run's folder, changed as a command wants it."""
     started = time.monotonic()
     if store is not None:
         check_folder(store)
@@ -94,7 +108,12 @@ def _open(recipe: Path, store: Path | None, quiet: bool) -> Run:
     from suture.pipeline import Run, read_recipe
     from suture.store import Store
 
-    job = Run(read_recipe(recipe), store=Store(store) if store else None, progress=progress, started=started)
+    read = read_recipe(recipe)
+    if change is not None:
+        read = change(read)
+    for surgery in [] if gate else read.surgery:
+        surgery.gate = False
+    job = Run(read, store=Store(store) if store else None, progress=progress, started=started)
     for weight in job.merge.weights if job.merge else []:
         progress.note(weight.sentence())
     return job
@@ -113,6 +132,7 @@ def run(
     out: Annotated[
         Optional[Path], typer.Option(help="Folder for results; `runs/<name>` by default.", show_default=False)
     ] = None,
+    no_gate: NoGate = False,
     as_json: Json = False,
     quiet: Quiet = False,
     store: StoreFolder = None,
@@ -133,7 +153,7 @@ def run(
 
         if out is not None:
             check_folder(out)
-        job = _open(recipe, store, quiet)
+        job = _open(recipe, store, quiet, gate=not no_gate)
         result = job.run(out or Path("runs") / str(job.recipe.name))
         if as_json:
             return _print_json(result.document())
@@ -226,11 +246,12 @@ def calibrate(
     domain: Annotated[
         Optional[list[str]], typer.Option(help="Only this domain; may be given again.", show_default=False)
     ] = None,
+    no_gate: NoGate = False,
     as_json: Json = False,
     quiet: Quiet = False,
     store: StoreFolder = None,
 ) -> None:
-    """Train the recipe's surgery modules on captured states. No language model is loaded if the states are there.
+    """Make the corrections that a recipe asks for. Those of the last layer need captured states, but no language model.
 
     Examples:
 
@@ -239,13 +260,70 @@ def calibrate(
         suture calibrate recipe.yaml --domain math --domain code
     """
     with _told(as_json):
-        job = _open(recipe, store, quiet)
+        job = _open(recipe, store, quiet, gate=not no_gate)
         members = job.chosen(domain)
-        job.capture(members)
+        job.capture(None if any(each.module == "heal" for each in job.recipe.surgery) else members)
         rows = [job.describe_surgery(member, surgery) for member in members for surgery in job.recipe.surgery]
+        job.release()
         if as_json:
             return _print_json({"surgery": rows})
         _print_rows("Trained modules", [{key: value for key, value in row.items() if key != "path"} for row in rows])
+
+
+@app.command()
+def heal(
+    recipe: RecipeFile,
+    out: Annotated[
+        Optional[Path],
+        typer.Option(help="Folder for the checkpoint; `<name>-healed` by default.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the folder if it is a checkpoint.")] = False,
+    no_gate: NoGate = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    store: StoreFolder = None,
+) -> None:
+    """Repair the merged weights for all domains at once: one plain checkpoint, which stock classes load.
+
+    Layer by layer and in closed form, each linear is changed so that the merged model does on each domain's text what
+    that domain's target does. Held-out scores are printed beside the uncorrected merged model; the checkpoint is loaded
+    and compared with what was scored before it is kept. With `guard` text in the recipe its perplexity is reported too.
+    The settings are those of the recipe's first `module: heal`, if it has one.
+
+    Examples:
+
+        suture heal recipe.yaml --out healed
+
+        suture heal recipe.yaml --out healed --force --json > healed.json
+    """
+    with _told(as_json):
+        from suture.corrections import Surgery
+        from suture.report.tables import HEADER, caption, rich_table, score_rows, verdicts
+
+        if out is not None:
+            check_folder(out)
+
+        def alone(read: Recipe) -> Recipe:
+            found = [each for each in read.surgery if each.module == "heal"]
+            read.surgery = found[:1] or [Surgery(module="heal")]
+            return read
+
+        job = _open(recipe, store, quiet, gate=not no_gate, change=alone)
+        result = job.heal(out or Path(f"{job.recipe.name}-healed"), force=force)
+        if as_json:
+            return _print_json(result.document())
+        console = _console()
+        console.print(rich_table(caption(result.scores), HEADER, score_rows(result.scores)))
+        for line in verdicts(result.scores):
+            console.print(line, highlight=False, markup=False)
+        if result.strength is not None and result.strength < 1:
+            console.print(f"strength {result.strength:g}, chosen on prompts that were held back", highlight=False)
+        console.print(
+            f"\n{result.folder}   ({result.seconds:.0f} s, {result.peak / 2**30:.2f} GiB at most)",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 @app.command()
@@ -263,7 +341,8 @@ def generate(
         Optional[str], typer.Option("--prompt", "-p", help="The prompt; stdin by default.", show_default=False)
     ] = None,
     surgery: Annotated[
-        Optional[str], typer.Option(help="Which module, by label; the recipe's last by default.", show_default=False)
+        Optional[str],
+        typer.Option(help="Which correction, by label; the recipe's last by default.", show_default=False),
     ] = None,
     uncorrected: Annotated[bool, typer.Option("--uncorrected", help="The merged model as it is.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,

@@ -12,9 +12,10 @@ import torch
 from suture import sidecars
 from suture.attach import attach
 from suture.capture import end_tokens
+from suture.inputs import Member
 from suture.pipeline import Run
-from suture.plan import Member
 from suture.prompts import apply_template, tokenize
+from suture.repair.patch import Patch, patched
 from suture.surgery import load_surgery
 
 
@@ -53,10 +54,11 @@ def generate_text(
     text = prompt if raw else apply_template(member.domain.prompts, prompt)
     chat = member.domain.chat_template and not raw
     tokens = tokenize(member.tokenizer, [text], chat_template=chat, system=member.domain.system, max_length=1 << 20)
-    surgeries = {}
+    artifact = None
     if label is not None:
-        job.capture([member], keep=True)
-        surgeries[member.name] = load_surgery(job.calibrate(member, job.surgery(label)).path)
+        surgery = job.surgery(label)
+        job.capture(None if surgery.module == "heal" else [member], keep=True)
+        artifact = job.calibrate(member, surgery)
     if job.merge is not None and job.merged_artifact() is None:
         job.progress.note("merging in memory; `suture merge` keeps the merged model, and the next time is quicker")
     model = job.merged_model()
@@ -80,7 +82,11 @@ def generate_text(
 
     streamer = Streamer(member.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     torch.manual_seed(settings.seed)
-    acting = attach(model, surgeries).domain(member.name) if surgeries else nullcontext()
+    acting: Any = nullcontext()
+    if artifact is not None and (artifact.path / "surgery.json").exists():
+        acting = attach(model, {member.name: load_surgery(artifact.path)}).domain(member.name)
+    elif artifact is not None:
+        acting = patched(model, Patch.load(artifact.path))
     with acting, torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer)
     written = out[0, ids.shape[1] :]

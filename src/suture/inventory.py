@@ -36,10 +36,13 @@ def methods() -> list[Row]:
 
 
 def modules() -> list[Row]:
-    """Surgery modules."""
+    """Corrections: modules on the final states, and what acts inside the layers."""
+    from suture.corrections import AUTO, LAYERED
     from suture.surgery import MODULES
 
-    return [{"name": name, "what": _first_line(kind)} for name, kind in MODULES.items()]
+    last = [{"name": name, "acts": "last layer", "what": _first_line(kind)} for name, kind in MODULES.items()]
+    inside = [{"name": name, "acts": "all layers", "what": what} for name, what in LAYERED.items()]
+    return [*last, *inside, {"name": AUTO, "acts": "either", "what": "the one with the least KL on held-back prompts"}]
 
 
 def losses() -> list[Row]:

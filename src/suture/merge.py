@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -259,14 +259,21 @@ class Merge:
         model.generation_config = generation_config(self._folders)
         return model
 
-    def write(self, folder: Path, progress: Progress = SILENT) -> None:
-        """The merged checkpoint in an empty folder: shards, configs, tokenizer, mergekit_config.yml."""
+    def write(
+        self, folder: Path, progress: Progress = SILENT, change: Callable[[str, Tensor], Tensor] | None = None
+    ) -> None:
+        """The merged checkpoint in an empty folder: shards, configs, tokenizer, mergekit_config.yml.
+
+        Args:
+            change: (tensor's name, tensor) → what is written instead.
+        """
         from mergekit.io.tensor_writer import TensorWriter
 
         need_disk(folder, self.need(), "the merged checkpoint")
         folder.mkdir(parents=True, exist_ok=True)
         writer = TensorWriter(str(folder), max_shard_size=5_000_000_000, safe_serialization=True)
-        for name, tensor in self.tensors(progress):
+        for name, merged in self.tensors(progress):
+            tensor = change(name, merged) if change is not None else merged
             writer.save_tensor(name=name, tensor=tensor.contiguous(), clone=False)
         writer.finalize()
         self.config_out().save_pretrained(folder)

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from suture.bias import BiasReport, measure_bias
-from suture.calibrate import calibrate
+from suture.capture import capture
+from suture.correcting import Correcting
 from suture.errors import PromptError, RecipeError
-from suture.evaluate.heldout import Score, score_calibration, score_heldout
-from suture.losses import NEED_HEADS
-from suture.models import DTYPES
-from suture.plan import Member
-from suture.reading import Reading
-from suture.recipe import Recipe, Surgery, load_recipe, parse_recipe
+from suture.evaluate.heldout import GUARD, Score, perplexity, score_calibration, score_heldout
+from suture.export.plain import write_plain
+from suture.history import patch_key, read_history, strength_of
+from suture.inputs import Member
+from suture.reading import check_checkpoint_folder
+from suture.recipe import Recipe, load_recipe, parse_recipe
+from suture.repair.patch import Patch, patched
 from suture.states import HiddenCache, Tokens
 from suture.store import Artifact, versions, write_json
-from suture.surgery import load_surgery, save_surgery
+from suture.surgery import load_surgery
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,29 @@ class RunResult:
         }
 
 
+@dataclass(frozen=True)
+class HealResult:
+    """What came of healing: scores, strength, how near the checkpoint is to what was scored, time, memory in bytes."""
+
+    folder: Path
+    scores: list[Score]
+    strength: float | None
+    difference: float
+    seconds: float
+    peak: int
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, for `--json`."""
+        return {
+            "folder": str(self.folder),
+            "strength": self.strength,
+            "difference": self.difference,
+            "scores": [score.row() for score in self.scores],
+            "seconds": self.seconds,
+            "peak_bytes": self.peak,
+        }
+
+
 def read_recipe(path: Path) -> Recipe:
     """A recipe file, or the recipe that a run's folder keeps.
 
@@ -61,7 +86,7 @@ def read_recipe(path: Path) -> Recipe:
     return parse_recipe(found["recipe"], Path(found["folder"]), source=str(kept))
 
 
-class Run(Reading):
+class Run(Correcting):
     """A checked recipe that can be carried out, as a whole or stage by stage.
 
     Raises:
@@ -88,93 +113,77 @@ class Run(Reading):
             report = replace(measure_bias(merged, target), sensitivity=kept)
         return report, self.store.get("bias", inputs)
 
-    def calibrate(self, member: Member, surgery: Surgery) -> Artifact:
-        """One trained module, with its loss curve, rho and time."""
-        inputs = self.surgery_inputs(member, surgery)
-        found = self.store.find("surgery", inputs)
-        if found is not None:
-            self._reuse(f"{surgery.label} for {member.name}")
-            return found
-        merged, target = self._trained_on(member, surgery)
-        heads = surgery.loss in NEED_HEADS
-        with self.store.create("surgery", inputs) as folder:
-            dtype = DTYPES[surgery.dtype]
-            done = calibrate(
-                merged,
-                target,
-                **surgery.model_dump(include={"module", "loss", "rank", "t_max", "steps", "lr", "batch", "seed"}),
-                dtype=dtype,
-                heldout=self.states(member, "heldout"),
-                decode=self.merged_head.differentiable if heads else None,
-                decode_target=self.head(member.fingerprint) if heads else None,
-                device=self.device,
-                progress=self.progress,
-                stage=f"train {surgery.label} for {member.name}",
-            )
-            save_surgery(done.surgery, folder, dtype)
-            history = {
-                "rho_calibration": done.rho_calibration,
-                "rho_heldout": done.rho_heldout,
-                "seconds": done.seconds,
-                "parameters": done.surgery.parameter_count(),
-                "calibration_rows": member.split.calibration_rows[: surgery.samples],
-                "heldout_rows": member.split.heldout_rows,
-                "losses": done.losses,
-                **done.details,
-            }
-            write_json(folder / "history.json", history)
-        return self.store.get("surgery", inputs)
-
-    def describe_surgery(self, member: Member, surgery: Surgery) -> dict[str, Any]:
-        """A row for a trained module; trains it if that has not been done."""
-        found = self.calibrate(member, surgery)
-        history = json.loads((found.path / "history.json").read_text())
-        kept = {key: history[key] for key in ("rho_calibration", "rho_heldout", "seconds", "parameters")}
-        return {"domain": member.name, "surgery": surgery.label, **kept, "path": str(found.path)}
-
     def score(self, member: Member) -> list[Score]:
-        """Held-out and calibration scores of one domain, whose modules are trained if they are not yet."""
-        modules = {surgery.label: self.calibrate(member, surgery) for surgery in self.recipe.surgery}
+        """Held-out and calibration scores of one domain, whose corrections are made if they are not yet."""
+        made = self.corrections(member)
         inputs = {
             "domain": member.name,
-            "surgeries": {label: found.key for label, found in modules.items()},
+            "surgeries": {label: found.key for label, found in made.items()},
             "heads": [self.fingerprint, member.fingerprint],
             "states": self.states_keys(member, "heldout"),
         }
         found = self.store.find("scores", inputs)
         if found is None:
-            surgeries = {label: load_surgery(found.path) for label, found in modules.items()}
-            heldout = self.states(member, "heldout")
-            trained = {each.label: self._trained_on(member, each) for each in self.recipe.surgery}
-            for _, target in trained.values():
-                self._check_disjoint(member, target.tokens, heldout[1].tokens)
+            merged, target = self.states(member, "heldout")
+            for split in self.splits:
+                if split != "heldout":
+                    self._check_disjoint(member, self.tokens(member, split), target.tokens)
+            corrections = {
+                label: load_surgery(artifact.path)
+                if (artifact.path / "surgery.json").exists()
+                else self.patched_states(member, patch_key(artifact))
+                for label, artifact in made.items()
+            }
             with self.store.create("scores", inputs) as folder:
                 scores = score_heldout(
                     member.name,
-                    *heldout,
-                    surgeries,
+                    merged,
+                    target,
+                    corrections,
                     self.merged_head,
                     self.head(member.fingerprint),
                     progress=self.progress,
                     stage=f"score {member.name}",
-                ) + score_calibration(member.name, {label: (surgeries[label], *trained[label]) for label in surgeries})
+                )
+                histories = {label: read_history(artifact, member.name) for label, artifact in made.items()}
+                scores += score_calibration(member.name, histories)
                 write_json(folder / "scores.json", [score.row() for score in scores])
             return scores
         self._reuse(f"scores of {member.name}")
         return [Score(**row) for row in json.loads((found.path / "scores.json").read_text())]
+
+    def score_guard(self) -> list[Score]:
+        """Perplexity of the merged model, and of what acts in all domains, on text of no domain."""
+        if self.guard is None:
+            return []
+        healed = [each for each in self.recipe.surgery if each.module == "heal"]
+        member = next(iter(self.members.values()))
+        made = {"merged": None} | {each.label: self.calibrate(member, each) for each in healed}
+        scores = []
+        for label, artifact in made.items():
+            inputs = self.patched_inputs(artifact.key if artifact else "", self.guard[1])
+            if not self.store.find("states", inputs):
+                patch = Patch.load(artifact.path) if artifact else Patch({})
+                with patched(self.layers.model, patch) as model, self.store.create("states", inputs) as folder:
+                    stage = f"read guard text, {label}"
+                    capture(model, self.guard[1], progress=self.progress, stage=stage).save(folder)
+            cache = HiddenCache.load(self.store.get("states", inputs).path)
+            value, count = perplexity(cache, self.merged_head)
+            scores.append(Score(GUARD, label, "perplexity", "heldout", value, count))
+        return scores
 
     def run(self, out: Path) -> RunResult:
         """Every stage, and the folder that shows what came of it."""
         from suture.report.folder import write_folder
 
         self.capture()
-        reports, biases, modules, scores = {}, {}, {}, []
+        reports, biases, made, scores = {}, {}, {}, []
         for name, member in self.members.items():
             reports[name], biases[name] = self.bias(member)
             scores += self.score(member)
-            modules[name] = {
-                each.label: self.store.get("surgery", self.surgery_inputs(member, each)) for each in self.recipe.surgery
-            }
+            made[name] = self.corrections(member)
+        scores += self.score_guard()
+        self.release()
         with self.progress.stage("figures", 1):
             write_folder(
                 out,
@@ -182,7 +191,7 @@ class Run(Reading):
                 scores=scores,
                 reports=reports,
                 biases=biases,
-                surgeries=modules,
+                surgeries=made,
                 about=self.about(),
             )
         seconds = time.monotonic() - self.started
@@ -190,6 +199,31 @@ class Run(Reading):
         result = RunResult(out, scores, seconds, peak_memory(), list(self.reused), summaries)
         write_json(out / "run.json", self.provenance(result))
         return result
+
+    def heal(self, out: Path, *, force: bool = False) -> HealResult:
+        """One correction for all domains, scored, and folded into a plain checkpoint.
+
+        Raises:
+            RecipeError: before any work, when the folder is in the way.
+            SurgeryError: when the checkpoint does not do what was scored; it is not kept then.
+        """
+        check_checkpoint_folder(out, force)
+        self.capture()
+        scores = [score for member in self.members.values() for score in self.score(member)]
+        scores += self.score_guard()
+        (surgery,) = self.recipe.surgery
+        artifact = self.calibrate(next(iter(self.members.values())), surgery)
+        strength = strength_of(artifact)
+
+        def extra(folder: Path) -> None:
+            document = {"recipe": self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)}
+            rows = [score.row() for score in scores]
+            write_json(folder / "suture.json", {**document, "versions": versions(), "scores": rows})
+
+        difference = write_plain(self, Patch.load(artifact.path), out, extra=extra)
+        self.release()
+        seconds = time.monotonic() - self.started
+        return HealResult(out, scores, strength, difference, seconds, peak_memory())
 
     def about(self) -> list[str]:
         """What a reader of the report should know first, a line each."""
@@ -228,11 +262,6 @@ class Run(Reading):
             "peak_bytes": result.peak,
             "reused": result.reused,
         }
-
-    def _trained_on(self, member: Member, surgery: Surgery) -> tuple[HiddenCache, HiddenCache]:
-        """(merged, target) states that a surgery is trained on."""
-        merged, target = self.states(member, surgery.split)
-        return merged.first(surgery.samples), target.first(surgery.samples)
 
     @staticmethod
     def _check_disjoint(member: Member, trained: Tokens, heldout: Tokens) -> None:

@@ -1,46 +1,28 @@
-"""A recipe made ready: its models found, its prompts split, everything checked, before any weight is read.
-
-Also what each artifact is made of: content hashes and settings, nothing of this machine.
-"""
+"""A recipe made ready: its models found, its prompts split, everything checked, before any weight is read."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any
 
 import torch
 
+from suture.calibrate import check_table
 from suture.checkpoint import Checkpoint, parse_reference, resolve
-from suture.errors import PromptError, RecipeError, StoreError, SutureError, did_you_mean
+from suture.corrections import AUTO, LAYERED, Surgery
+from suture.errors import PromptError, RecipeError, SurgeryError, SutureError, did_you_mean
 from suture.family import check_readers
+from suture.inputs import RESIDUAL, Inputs, Member
 from suture.losses import get_loss
 from suture.merge import Merge
 from suture.models import choose_device, choose_dtype, load_tokenizer, need_memory, tokenizer_folder
 from suture.progress import SILENT, Progress
-from suture.prompts import Split, split_prompts, tokenize
-from suture.recipe import Domain, Recipe, Surgery
+from suture.prompts import read_prompts, split_prompts, tokenize
+from suture.recipe import Domain, Recipe
 from suture.states import Tokens
 from suture.store import FileHashes, Store, need_disk
-from suture.surgery import make_surgery
-
-
-@dataclass
-class Member:
-    """One domain, found and checked: its target, its prompts, its calibration tokens."""
-
-    name: str
-    domain: Domain
-    checkpoint: Checkpoint
-    fingerprint: str
-    tokenizer: Any
-    split: Split
-    calibration: Tokens
-    prompts: Tokens  # held-out prompts, before the target continues them
+from suture.surgery import MODULES, make_surgery
 
 
 @contextmanager
@@ -52,7 +34,20 @@ def _named(field: str) -> Iterator[None]:
         raise type(error)(f"{field}: {error}") from error
 
 
-class Plan:
+def _check_names(surgery: Surgery) -> None:
+    """Refuse modules and losses that do not exist, and settings that do not fit a module."""
+    known = [*MODULES, *LAYERED]
+    for name in surgery.among or []:
+        if name not in known:
+            raise SurgeryError(f"among: unknown module {name!r}; {did_you_mean(name, known)}")
+    if surgery.module not in (*known, AUTO):
+        raise SurgeryError(f"unknown surgery module {surgery.module!r}; {did_you_mean(surgery.module, [*known, AUTO])}")
+    if surgery.module in MODULES:
+        get_loss(str(surgery.loss))
+        check_table(surgery.module, surgery.smooth, surgery.shrink, surgery.start)
+
+
+class Plan(Inputs):
     """A recipe whose inputs are found, checked and fit together. Making one loads no weights.
 
     Raises:
@@ -77,8 +72,7 @@ class Plan:
         self.dtype = choose_dtype(recipe.dtype, self.device)
         for index, surgery in enumerate(recipe.surgery):
             with _named(f"surgery.{index}"):
-                make_surgery(surgery.module, hidden=1 << 16, rank=1, t_max=1)
-                get_loss(surgery.loss)
+                _check_names(surgery)
         self.merge: Merge | None = None
         if recipe.merge is not None:
             config, folder = recipe.merge_config()
@@ -94,6 +88,7 @@ class Plan:
                 self.donor = resolve(parse_reference(recipe.merged or "", recipe.folder))
             self.fingerprint = self.donor.fingerprint(self.hashes)
         self.members = {name: self._member(name, domain) for name, domain in recipe.domains.items()}
+        self.guard = self._guard()
         self._check()
 
     def _member(self, name: str, domain: Domain) -> Member:
@@ -119,6 +114,23 @@ class Plan:
         fingerprint = checkpoint.fingerprint(self.hashes)
         return Member(name, domain, checkpoint, fingerprint, tokenizer, split, calibration, prompts)
 
+    def _guard(self) -> tuple[Tokens, Tokens] | None:
+        """(text that holds `heal` back, text that perplexity is measured on), none of it of any domain."""
+        if self.recipe.guard is None:
+            return None
+        with _named("guard"):
+            texts = list(dict.fromkeys(read_prompts(self.recipe.guard, self.recipe.folder, "guard")))
+            if len(texts) < 2:
+                raise PromptError(
+                    f"{len(texts)} different texts, but half of them hold and half are measured: give more"
+                )
+            tokenizer = load_tokenizer(self.donor.base, trust_remote_code=self.recipe.trust_remote_code)
+            one, two = (
+                tokenize(tokenizer, part, chat_template=False, system=None, max_length=self.recipe.max_length)
+                for part in (texts[1::2], texts[::2])
+            )
+        return one, two
+
     def _check(self) -> None:
         """What can be known before any weight is read: widths, vocabularies, lengths, overlap, disk and memory."""
         targets = {name: member.checkpoint for name, member in self.members.items()}
@@ -126,12 +138,12 @@ class Plan:
         for note in check_readers(self.donor, built.get_vocab() if built else None, targets):
             self.progress.note(note)
         settings = self.donor.text_config
-        width = int(settings.get("hidden_size") or settings.get("n_embd") or 0)
+        self.width = width = int(settings.get("hidden_size") or settings.get("n_embd") or 0)
         self.rows = len(built) if built else int(settings.get("vocab_size") or 0)
         for index, surgery in enumerate(self.recipe.surgery):
-            if width:
+            if width and surgery.module in MODULES:
                 with _named(f"surgery.{index}"), torch.device("meta"):
-                    make_surgery(surgery.module, width, surgery.rank, surgery.t_max)
+                    make_surgery(surgery.module, width, surgery.rank or 16, surgery.t_max)
         for member in self.members.values():
             self._check_tokens(member)
         tokens = 0
@@ -140,6 +152,14 @@ class Plan:
                 prompts, more = self.to_continue(member, split)
                 tokens += len(prompts.ids) + len(prompts) * more
         size = self.dtype.itemsize
+        if any(surgery.module in RESIDUAL for surgery in self.wanted()):
+            # twice a layer, of each target, until the repair is done
+            layers = int(settings.get("num_hidden_layers") or settings.get("n_layer") or 0)
+            tokens += layers * sum(
+                len(prompts.ids) + len(prompts) * more
+                for member in self.members.values()
+                for prompts, more in (self.to_continue(member, split) for split in self.splits if split != "heldout")
+            )
         heads = (1 + len(self.members)) * self.rows * width * size
         need_disk(self.store.root, 2 * tokens * width * size + heads + (1 << 20), "storing hidden states")
         if not self.captured():
@@ -152,6 +172,8 @@ class Plan:
             ResourceError: with what is needed and what is free.
         """
         largest = max(model.count for model in (self.donor, *others)) * self.dtype.itemsize
+        if any(surgery.module in ("svd", "asvd") for surgery in self.wanted()):
+            largest *= 2  # the only ones that compare a target's weights with the merged ones
         need_memory(int(1.2 * largest) + 500_000_000, "the largest model with its activations", self.device)
 
     def _check_tokens(self, member: Member) -> None:
@@ -180,97 +202,6 @@ class Plan:
                 f"{where}: the prompts hold the token {token!r} ({highest}), which the merged model, with {self.rows} "
                 "rows, does not have: write them without it, or merge with mergekit's `tokenizer_source`"
             )
-
-    @property
-    def splits(self) -> list[str]:
-        """What is read in each domain: the text that surgeries are trained on, and held-out text."""
-        wanted = dict.fromkeys(surgery.split for surgery in self.recipe.surgery)
-        return [*sorted(wanted), "heldout"]
-
-    def captured(self) -> bool:
-        """Whether no language model is needed any more."""
-        return all(
-            self.find_tokens(member, split) is not None
-            and self.store.find("head", self.head_inputs(fingerprint))
-            and self.store.find("states", self.states_inputs(fingerprint, member, split))
-            for member in self.members.values()
-            for fingerprint in (member.fingerprint, self.fingerprint)
-            for split in self.splits
-        )
-
-    # What each artifact is made of
-
-    def head_inputs(self, fingerprint: str) -> dict[str, Any]:
-        """What makes a kept head: the model and the dtype."""
-        return {"model": fingerprint, "dtype": str(self.dtype)}
-
-    def response_inputs(self, member: Member, split: str = "heldout") -> dict[str, Any]:
-        """What makes text that a target writes: the target, its dtype, the prompts and how much it writes."""
-        prompts, tokens = self.to_continue(member, split)
-        return {
-            "model": member.fingerprint,
-            "dtype": str(self.dtype),
-            "prompts": prompts.fingerprint(),
-            "tokens": tokens,
-        }
-
-    def to_continue(self, member: Member, split: str) -> tuple[Tokens, int]:
-        """(prompts, how many tokens the target writes after each) of a split."""
-        if split == "heldout":
-            return member.prompts, self.recipe.heldout.tokens
-        return member.calibration, self.recipe.response_tokens if split == "responses" else 0
-
-    def find_tokens(self, member: Member, split: str) -> Tokens | None:
-        """The tokens of one split: prompts as they are, or with what the target wrote for them, if it has."""
-        if split == "calibration":
-            return member.calibration
-        if (member.name, split) in self._written:
-            return self._written[member.name, split]
-        found = self.store.find("responses", self.response_inputs(member, split))
-        if found is None:
-            return None
-        rows = json.loads((found.path / "responses.json").read_text())
-        # a token that only the target has ends the text: the merged model cannot read it
-        ids = [list(takewhile(lambda token: token < self.rows, row)) if self.rows else row for row in rows["ids"]]
-        self._written[member.name, split] = Tokens.of(ids, rows["prompt_lengths"])
-        return self._written[member.name, split]
-
-    def tokens(self, member: Member, split: str) -> Tokens:
-        """As `find_tokens`, for tokens that must be there.
-
-        Raises:
-            StoreError: when the target has not written them.
-        """
-        found = self.find_tokens(member, split)
-        if found is None:
-            raise StoreError(f"the {split} text of domain {member.name} is not captured yet: run `suture capture`")
-        return found
-
-    def states_inputs(self, fingerprint: str, member: Member, split: str) -> dict[str, Any]:
-        """What makes captured states: the model, its dtype, the tokens, and whether entropies are kept too."""
-        tokens = self.tokens(member, split)
-        # a target's states carry its entropies, and are the same for every recipe that shares it
-        entropy = fingerprint == member.fingerprint
-        return {"model": fingerprint, "dtype": str(self.dtype), "tokens": tokens.fingerprint(), "entropy": entropy}
-
-    def states_keys(self, member: Member, split: str) -> list[str]:
-        """Keys of the merged model's and the target's states."""
-        return [
-            self.store.key("states", self.states_inputs(found, member, split))
-            for found in (self.fingerprint, member.fingerprint)
-        ]
-
-    def surgery_inputs(self, member: Member, surgery: Surgery) -> dict[str, Any]:
-        """What makes a trained module: both models' states and the settings, but not its label."""
-        return {
-            "models": [self.fingerprint, member.fingerprint],
-            "dtype": str(self.dtype),
-            "calibration": self.tokens(member, surgery.split).first(surgery.samples).fingerprint(),
-            "heldout": self.tokens(member, "heldout").fingerprint(),
-            "settings": surgery.model_dump(exclude={"name"}),
-        }
-
-    # Choices that commands make
 
     def chosen(self, names: list[str] | None) -> list[Member]:
         """Members by name, all of them where none is named.

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
-from suture.capture import capture, respond
+from suture.capture import capture, check_head, entropies, respond
 from suture.checkpoint import Checkpoint, parse_reference, resolve
 from suture.errors import RecipeError
+from suture.inputs import RESIDUAL, Member
+from suture.layers import Layers
 from suture.models import Head, load_model, need_memory
-from suture.plan import Member, Plan
+from suture.plan import Plan
+from suture.repair.residuals import write_residuals
 from suture.sidecars import copy_code
 from suture.states import HiddenCache
 from suture.store import Artifact, replaced_folder
@@ -45,12 +48,14 @@ class Reading(Plan):
             for split in self.splits
             if not self.store.find("states", self.states_inputs(self.fingerprint, member, split))
         ]
+        repairs = not all(self.repaired(member) for member in chosen)
         if missing or not self.store.find("head", self.head_inputs(self.fingerprint)):
             model = self.merged_model()
             self._keep_head(model, self.fingerprint, self.donor)
             for member, split in missing:
                 self._keep_states(model, self.fingerprint, member, split, f"read {member.name} {split}, merged")
-            self._kept = model if keep else None
+            # what is repaired inside the layers is this model
+            self._kept = model if keep or repairs else None
             del model
             _free()
         else:
@@ -60,6 +65,7 @@ class Reading(Plan):
         if self.store.find("head", self.head_inputs(member.fingerprint)) and all(
             self.find_tokens(member, split) is not None
             and self.store.find("states", self.states_inputs(member.fingerprint, member, split))
+            and not self.lacks_residuals(member, split)
             for split in self.splits
         ):
             return self._reuse(f"states of the target of {member.name}")
@@ -71,6 +77,8 @@ class Reading(Plan):
         for split in self.splits:
             if self.find_tokens(member, split) is None:
                 self._write(model, member, split)
+            if self.lacks_residuals(member, split):
+                self._keep_residuals(model, member, split)
             self._keep_states(model, member.fingerprint, member, split, f"read {name} {split}, target")
         del model
         _free()
@@ -101,6 +109,29 @@ class Reading(Plan):
         tokens = self.tokens(member, split)
         with self.store.create("states", inputs) as folder:
             capture(model, tokens, entropy=inputs["entropy"], progress=self.progress, stage=stage).save(folder)
+
+    def lacks_residuals(self, member: Member, split: str) -> bool:
+        """Whether a repair that is still to be made needs a target's residual stream that is not there."""
+        wanted = [each for each in self.wanted() if each.module in RESIDUAL and each.split == split]
+        if not wanted or self.find_tokens(member, split) is None:
+            return bool(wanted)
+        # the key of what acts for all domains needs the text of all
+        missing = not self.written() or any(
+            self.store.find("surgery", self.surgery_inputs(member, each)) is None for each in wanted
+        )
+        return missing and self.store.find("residuals", self.residual_inputs(member, split)) is None
+
+    def _keep_residuals(self, model: Any, member: Member, split: str) -> None:
+        """The residual stream of a target, and its final states, from one pass."""
+        tokens = self.tokens(member, split)
+        check_head(model)
+        stage = f"read {member.name} {split}, inside the target"
+        with self.store.create("residuals", self.residual_inputs(member, split)) as folder:
+            states = write_residuals(Layers(model), tokens, folder, progress=self.progress, stage=stage)
+        inputs = self.states_inputs(member.fingerprint, member, split)
+        if not self.store.find("states", inputs):
+            with self.store.create("states", inputs) as folder:
+                HiddenCache(tokens, states, entropies(states, Head(model))).save(folder)
 
     def describe_states(self, member: Member) -> list[dict[str, Any]]:
         """A row for each captured cache of a domain: which model and split, its tokens and folder."""
@@ -140,11 +171,7 @@ class Reading(Plan):
         if self.merge is None:
             raise RecipeError("the recipe names a `merged` checkpoint: there is nothing to merge")
         if out is not None:
-            ours = not out.exists() or (out.is_dir() and (not any(out.iterdir()) or (out / "config.json").exists()))
-            if not ours:
-                raise RecipeError(f"{out} exists and is no checkpoint, so it is not replaced: choose another folder")
-            if out.exists() and not force:
-                raise RecipeError(f"{out} exists: choose another folder, or --force to replace it")
+            check_checkpoint_folder(out, force)
             with replaced_folder(out) as folder:
                 self.merge.write(folder, self.progress)
             return out
@@ -177,6 +204,19 @@ class Reading(Plan):
     def _reuse(self, what: str) -> None:
         self.reused.append(what)
         self.progress.note(f"reused: {what}")
+
+
+def check_checkpoint_folder(out: Path, force: bool) -> None:
+    """Refuse a place for a checkpoint that is taken.
+
+    Raises:
+        RecipeError: when the folder holds something else, or a checkpoint and `force` is off.
+    """
+    ours = not out.exists() or (out.is_dir() and (not any(out.iterdir()) or (out / "config.json").exists()))
+    if not ours:
+        raise RecipeError(f"{out} exists and is no checkpoint, so it is not replaced: choose another folder")
+    if out.exists() and not force:
+        raise RecipeError(f"{out} exists: choose another folder, or --force to replace it")
 
 
 def _free() -> None:

@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
+from suture.corrections import Strict, Surgery
 from suture.errors import RecipeError, did_you_mean
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-class Strict(BaseModel):
-    """A part of the recipe; keys that it does not know are errors."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
 
 class Prompts(Strict):
@@ -79,82 +74,6 @@ class Domain(Strict):
         return self
 
 
-class Surgery(Strict):
-    """One correction to train: a module, a loss, and how. The defaults are the paper's DARTS."""
-
-    name: str | None = Field(
-        None,
-        description="How tables and `--surgery` call it; `darts` for the paper's, else `<module>-<loss>`, "
-        "with `-responses` where it is calibrated on those.",
-    )
-    module: str = Field("darts", description="`suture list modules` names them.")
-    loss: str = Field("ewl1", description="`suture list losses` names them.")
-    rank: int = Field(16, ge=1, description="Width r of the content bottleneck.")
-    t_max: int = Field(
-        512,
-        alias="T_max",
-        ge=1,
-        description="Rows of the position table; later positions get no position term. For `cosine` the position from "
-        "which its term is constant.",
-    )
-    waves: int = Field(8, ge=1, description="Cosines of position, for `cosine`.")
-    steps: int = Field(500, ge=1, description="Optimiser steps (Adam, betas 0.9 and 0.999).")
-    lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="Learning rate.")
-    batch: int = Field(8, ge=1, description="Prompts a step.")
-    seed: int = Field(0, ge=0, description="Order of the calibration prompts and start of the weights.")
-    samples: int = Field(50, ge=1, description="Calibration prompts.")
-    calibrate_on: Literal["prompts", "responses"] = Field(
-        "prompts",
-        description="`prompts` is the paper's protocol; with `responses` the target first continues its prompts, and "
-        "all of that text counts.",
-    )
-    smooth: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Weight of squared jumps between neighbouring rows of the position table of `darts`; 0 is off.",
-    )
-    shrink: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Weight of the squares of the position table of `darts`; 0 is off.",
-    )
-    start: Literal["zero", "median"] = Field(
-        "zero",
-        description="Where the position table of `darts` starts; `median` is its closed form for L1 without content.",
-    )
-    entropy_power: float = Field(
-        1.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Exponent of the entropies that weight tokens in `ewl1` and `ewl2`; 0 weights all alike.",
-    )
-    entropy_floor: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Entropies below it count as this much there, in nats."
-    )
-    early_stopping: bool = Field(
-        False, description="Keep the weights of the step with the least loss on prompts that are held back for that."
-    )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="How the module is stored; it trains in float32."
-    )
-
-    @property
-    def label(self) -> str:
-        """The name in tables: `darts`, `standard-l1`, …"""
-        if self.name:
-            return self.name
-        short = (self.module, self.loss) in (("darts", "ewl1"), ("affine", "l2"))
-        base = self.module if short else f"{self.module}-{self.loss}"
-        return base if self.calibrate_on == "prompts" else f"{base}-responses"
-
-    @property
-    def split(self) -> str:
-        """Which captured text it is trained on: `calibration` (the prompts alone) or `responses`."""
-        return "calibration" if self.calibrate_on == "prompts" else "responses"
-
-
 class Heldout(Strict):
     """The text that scores are measured on: what each target writes for prompts that nobody calibrated on."""
 
@@ -163,8 +82,9 @@ class Heldout(Strict):
 
 
 def default_surgery() -> list[Surgery]:
-    """The published baseline and the paper's own."""
-    return [Surgery(module="standard", loss="l1"), Surgery()]
+    """The paper's own, as published, and the repair inside the layers that goes past it."""
+    published = Surgery(module="darts", loss="ewl1", calibrate_on="prompts", gate=False, name="darts")
+    return [published, Surgery(module="deep"), Surgery(module="heal")]
 
 
 class Recipe(Strict):
@@ -187,6 +107,11 @@ class Recipe(Strict):
         default_factory=default_surgery, description="One correction or a list of them."
     )
     heldout: Heldout = Field(default_factory=Heldout, description="The text that scores are measured on.")
+    guard: Prompts | None = Field(
+        None,
+        description="Text of no domain, each entry whole: half of it holds `heal` to what the merged model does there, "
+        "and on the other half the perplexity of both is reported.",
+    )
     response_tokens: int = Field(
         64,
         ge=1,
@@ -368,7 +293,13 @@ def _short(value: Any) -> str:
 
 def _fields_at(parents: list[Any]) -> list[str]:
     """Field names of the part of the recipe that a location points into."""
-    parts: dict[str, type[Strict]] = {"domains": Domain, "surgery": Surgery, "heldout": Heldout, "prompts": Prompts}
+    parts: dict[str, type[Strict]] = {
+        "domains": Domain,
+        "surgery": Surgery,
+        "heldout": Heldout,
+        "prompts": Prompts,
+        "guard": Prompts,
+    }
     place: type[Strict] = Recipe
     for depth, part in enumerate(parents):
         if depth == 1 and parents[0] == "domains":

@@ -99,7 +99,7 @@ class Basis:
         if rank >= len(root):
             down, up = outer.T, whitened.T
         else:
-            u, s, v = _truncated(whitened, rank)
+            u, s, v = truncated(whitened, rank)
             down, up = (outer @ (u * s)).T, v  # [r, H], [H, r]
         return Solution(down, up, self.mean_y - up @ (down @ self.mean_x))
 
@@ -113,7 +113,7 @@ def solve(moments: Moments, ridge: float, rank: int) -> Solution:
     return Basis(moments).solve(ridge, rank)
 
 
-def _truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """(U [H, r], S [r], V [H, r]) of a matrix, exact, or by subspace iteration where few directions are wanted."""
     if rank * 4 >= len(matrix):
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)

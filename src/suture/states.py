@@ -63,6 +63,12 @@ class Tokens:
         lengths = self.lengths[:sequences]
         return Tokens(self.ids[: int(lengths.sum())], lengths, self.prompt_lengths[:sequences])
 
+    def last(self, sequences: int) -> Tokens:
+        """The last sequences only."""
+        lengths = self.lengths[len(self.lengths) - sequences :]
+        start = len(self.lengths) - sequences
+        return Tokens(self.ids[len(self.ids) - int(lengths.sum()) :], lengths, self.prompt_lengths[start:])
+
     def fingerprint(self) -> str:
         """A hash of the content."""
         return self._fingerprint
@@ -138,6 +144,12 @@ class HiddenCache:
         tokens = self.tokens.first(sequences)
         end = len(tokens.ids)
         return HiddenCache(tokens, self.states[:end], None if self.entropy is None else self.entropy[:end])
+
+    def last(self, sequences: int) -> HiddenCache:
+        """The last sequences only."""
+        tokens = self.tokens.last(sequences)
+        start = len(self.states) - len(tokens.ids)
+        return HiddenCache(tokens, self.states[start:], None if self.entropy is None else self.entropy[start:])
 
     def to(self, device: torch.device) -> HiddenCache:
         """States and entropies on a device; tokens stay where they are."""

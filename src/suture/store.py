@@ -169,6 +169,12 @@ class Store:
             raise StoreError(f"the {kind} artifact {self.key(kind, inputs)} is gone from {self.root}: run again")
         return found
 
+    def remove(self, kind: str, inputs: Mapping[str, Any]) -> None:
+        """Delete an artifact, if it is there."""
+        found = self.find(kind, inputs)
+        if found is not None:
+            shutil.rmtree(found.path, ignore_errors=True)
+
     @contextmanager
     def create(self, kind: str, inputs: Mapping[str, Any]) -> Iterator[Path]:
         """A temporary folder to fill; it gets its real name when the block ends without an error."""

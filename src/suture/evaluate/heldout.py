@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from suture.bias import bias, reduction
-from suture.calibrate import rho, rho_rows
 from suture.progress import SILENT, Progress
 from suture.states import HiddenCache, check_pair
 from suture.surgery import Surgery
 
 MOST_NATS = 700.0  # of a broken model: what exp can still take
 FIXED = {"target": 1.0, "merged": 0.0}  # rho by definition
+GUARD = "guard"  # in place of a domain: text of none
 ROWS = 256  # states whose logits exist at one time
 Decode = Callable[[Tensor], Tensor]
 
@@ -47,17 +47,18 @@ def score_heldout(
     domain: str,
     merged: HiddenCache,
     target: HiddenCache,
-    surgeries: Mapping[str, Surgery],
+    corrections: Mapping[str, Surgery | HiddenCache],
     decode: Decode,
     decode_target: Decode,
     *,
     progress: Progress = SILENT,
     stage: str = "score",
 ) -> list[Score]:
-    """Scores of the target, the merged model and each surgery on the responses in two caches.
+    """Scores of the target, the merged model and each correction on the responses in two caches.
 
     Args:
         merged, target: states of both models on the same prompts and responses.
+        corrections: a module on the merged model's states, or the states of a model that is corrected inside.
         decode: the merged model's head, which reads corrected states too: there is one checkpoint.
         decode_target: the target's head.
     """
@@ -65,7 +66,13 @@ def score_heldout(
     rows, labels = target.scored()
     states, wanted = merged.states[rows], target.states[rows]  # [n, H]
     positions = target.tokens.positions[rows]
-    corrected = {"merged": states, **{name: surgery(states, positions) for name, surgery in surgeries.items()}}
+    corrected = {"merged": states}
+    for name, each in corrections.items():
+        if isinstance(each, HiddenCache):
+            check_pair(each, target)
+            corrected[name] = each.states[rows]
+        else:
+            corrected[name] = each(states, positions)
     sums = {name: {"kl": 0.0, "agreement": 0.0, "nll": 0.0} for name in ("target", *corrected)}
     # on the token ids that both vocabularies have
     size = min(decode(states[:1]).shape[-1], decode_target(wanted[:1]).shape[-1])
@@ -92,6 +99,17 @@ def score_heldout(
     return scores
 
 
+@torch.inference_mode()
+def perplexity(cache: HiddenCache, decode: Decode) -> tuple[float, int]:
+    """(perplexity, tokens that it rests on) of a model on its own reading of a text."""
+    rows, labels = cache.scored()
+    total = 0.0
+    for states, wanted in zip(torch.split(cache.states[rows], ROWS), torch.split(labels, ROWS), strict=True):
+        logits = torch.log_softmax(decode(states), -1)  # [m, V]
+        total -= float(logits.gather(-1, wanted.to(logits.device)[:, None]).sum())
+    return math.exp(min(total / max(len(rows), 1), MOST_NATS)), len(rows)
+
+
 def _add(sums: dict[str, float], model: Tensor, target: Tensor, labels: Tensor) -> None:
     """Add up one chunk: [m, V] log-probabilities of model and target, [m] tokens that were written."""
     target, labels = target.to(model.device), labels.to(model.device)
@@ -101,15 +119,14 @@ def _add(sums: dict[str, float], model: Tensor, target: Tensor, labels: Tensor) 
     sums["nll"] -= float(model.gather(-1, labels[:, None]).sum())
 
 
-@torch.inference_mode()
-def score_calibration(domain: str, trained: Mapping[str, tuple[Surgery, HiddenCache, HiddenCache]]) -> list[Score]:
-    """rho_L1 of each surgery on what it was trained on, given as (surgery, merged states, target states) by label."""
+def score_calibration(domain: str, histories: Mapping[str, Mapping[str, Any]]) -> list[Score]:
+    """rho_L1 of each correction on what it was fitted on, as its history says."""
     scores: list[Score] = []
-    for label, (surgery, merged, target) in trained.items():
-        count = len(rho_rows(merged))
+    for label, history in histories.items():
+        count = int(history["calibration_tokens"])
         if not scores:
             scores = [Score(domain, name, "rho_l1", "calibration", value, count) for name, value in FIXED.items()]
-        scores.append(Score(domain, label, "rho_l1", "calibration", rho(surgery, merged, target), count))
+        scores.append(Score(domain, label, "rho_l1", "calibration", float(history["rho_calibration"]), count))
     return scores
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from suture.bias import EARLY, LATE, BiasReport
-from suture.evaluate.heldout import Score
+from suture.evaluate.heldout import GUARD, Score
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 COLOURS = {"target": "#9ca3af", "merged": "#1f2430"}
@@ -122,7 +122,7 @@ def draw_entropy(reports: Mapping[str, BiasReport], path: Path) -> None:
 
 def draw_scores(scores: Sequence[Score], path: Path) -> None:
     """The four held-out metrics, a panel each, a group of bars a domain."""
-    held = [score for score in scores if score.split == "heldout"]
+    held = [score for score in scores if score.split == "heldout" and score.domain != GUARD]
     domains = list(dict.fromkeys(score.domain for score in held))
     models = list(dict.fromkeys(score.model for score in held))
     paint = colours(models)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from suture.bias import BiasReport
 from suture.evaluate.heldout import Score
+from suture.history import read_history
 from suture.report.figures import draw_bias, draw_entropy, draw_losses, draw_scores
-from suture.report.tables import HEADER, caption, markdown_table, score_rows, verdicts
+from suture.report.tables import CORRECTIONS, HEADER, caption, correction_rows, markdown_table, score_rows, verdicts
 from suture.store import Artifact, replaced_folder, write_json, write_text
 
 
@@ -29,21 +30,30 @@ def write_folder(
     for domain, artifact in biases.items():
         with replaced_folder(folder / "bias" / domain) as work:
             shutil.copytree(artifact.path, work, dirs_exist_ok=True)
-    histories: dict[str, dict[str, list[float]]] = {}
+    histories: dict[str, dict[str, Mapping[str, Any]]] = {}
     for domain, modules in surgeries.items():
         for label, artifact in modules.items():
             with replaced_folder(folder / "surgery" / domain / label) as work:
                 shutil.copytree(artifact.path, work, dirs_exist_ok=True)
-            histories.setdefault(domain, {})[label] = json.loads((artifact.path / "history.json").read_text())["losses"]
+            histories.setdefault(domain, {})[label] = read_history(artifact, domain)
     figures = folder / "figures"
     draw_scores(scores, figures / "scores.png")
     draw_bias(reports, figures / "bias.png")
     draw_entropy(reports, figures / "entropy.png")
-    draw_losses(histories, figures / "losses.png")
-    write_text(folder / "report.md", _markdown(name, scores, reports, about))
+    losses = {
+        domain: {label: history["losses"] for label, history in made.items()} for domain, made in histories.items()
+    }
+    draw_losses(losses, figures / "losses.png")
+    write_text(folder / "report.md", _markdown(name, scores, reports, histories, about))
 
 
-def _markdown(name: str, scores: Sequence[Score], reports: Mapping[str, BiasReport], about: Sequence[str]) -> str:
+def _markdown(
+    name: str,
+    scores: Sequence[Score],
+    reports: Mapping[str, BiasReport],
+    histories: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    about: Sequence[str],
+) -> str:
     rows = []
     for domain, report in reports.items():
         found = report.summary()
@@ -68,6 +78,10 @@ def _markdown(name: str, scores: Sequence[Score], reports: Mapping[str, BiasRepo
         markdown_table(HEADER, score_rows(scores)),
         "\n".join(f"- {line}" for line in verdicts(scores)) + "\n",
         "![scores](figures/scores.png)\n",
+        "## Corrections\n",
+        "`strength` was chosen on calibration prompts that were held back (KL there beside that of the uncorrected "
+        "model, in nats); where it is empty nothing was held back for that.\n",
+        markdown_table(CORRECTIONS, correction_rows(histories)),
         "## Bias of the merged model\n",
         markdown_table(header, rows, left=1),
         "![bias](figures/bias.png)\n",

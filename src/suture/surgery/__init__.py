@@ -71,6 +71,7 @@ def save_surgery(module: Surgery, folder: Path, dtype: torch.dtype = torch.bfloa
     save_file(tensors, folder / "surgery.safetensors")
     settings = {"module": name, "hidden": module.hidden, "rank": module.rank, "t_max": module.t_max}
     settings |= {key: getattr(module, key) for key in module.own}
+    settings["strength"] = module.strength
     (folder / "surgery.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -87,4 +88,5 @@ def load_surgery(folder: Path | str) -> Surgery:
     own = {key: settings[key] for key in ("waves",) if key in settings}
     module = make_surgery(settings["module"], settings["hidden"], settings["rank"], settings["t_max"], **own)
     module.load_state_dict({key: value.float() for key, value in load_file(path / "surgery.safetensors").items()})
+    module.strength = float(settings.get("strength", 1.0))
     return module.eval().requires_grad_(False)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from suture.states import HiddenCache
+
 
 class Surgery(nn.Module):
-    """h - correction(h, positions); a new module corrects nothing.
+    """h - strength x correction(h, positions); a new module corrects nothing.
 
     Args:
         hidden: H, width of the states.
@@ -23,6 +27,7 @@ class Surgery(nn.Module):
     def __init__(self, hidden: int, rank: int = 16, t_max: int = 512) -> None:
         super().__init__()
         self.hidden, self.rank, self.t_max = hidden, rank, t_max
+        self.strength = 1.0  # chosen on held-back prompts; 0 leaves every state as it is
 
     def correction(self, states: Tensor, positions: Tensor) -> Tensor:
         """What to subtract, [..., H], at states [..., H] and positions [...] (from each sequence's first token)."""
@@ -30,7 +35,16 @@ class Surgery(nn.Module):
 
     def forward(self, states: Tensor, positions: Tensor) -> Tensor:
         """Corrected states, [..., H], in the dtype they came in; the correction itself is computed in float32."""
-        return (states.float() - self.correction(states.float(), positions)).to(states.dtype)
+        correction = self.correction(states.float(), positions)
+        # at full strength nothing is multiplied: the bits are those of the module alone
+        return (states.float() - (correction if self.strength == 1 else self.strength * correction)).to(states.dtype)
+
+    @torch.no_grad()
+    def at(self, cache: HiddenCache) -> Callable[[float], Tensor]:
+        """strength → [N, H] corrected states of a cache; the correction is computed once."""
+        states = cache.states.float()
+        correction = self.correction(states, cache.tokens.positions.to(states.device))
+        return lambda strength: (states - strength * correction).to(cache.states.dtype)
 
     def offsets(self) -> Tensor:
         """What is subtracted at each position whatever the state, [T_max, H]; with `offset_table` alone."""

@@ -1,0 +1,1 @@
+"""Corrected models in forms that others load."""

@@ -1,0 +1,29 @@
+"""What is kept of how a correction was made: `history.json` of its artifact, and `auto.json` where it was chosen."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from suture.store import Artifact
+
+
+def read_history(artifact: Artifact, domain: str) -> dict[str, Any]:
+    """What a correction's history says of one domain; `auto` is there where it was chosen among several."""
+    history: dict[str, Any] = json.loads((artifact.path / "history.json").read_text())
+    own: dict[str, Any] = history.pop("domains", {}).get(domain, {})
+    chosen = artifact.path / "auto.json"
+    auto = {"auto": json.loads(chosen.read_text())} if chosen.exists() else {}
+    return {**history, **own, **auto}
+
+
+def patch_key(artifact: Artifact) -> str:
+    """The key that states of a patched model are kept under: that of the patch which `auto` chose, if it did."""
+    chosen = artifact.path / "auto.json"
+    return str(json.loads(chosen.read_text())["chosen"]["key"]) if chosen.exists() else artifact.key
+
+
+def strength_of(artifact: Artifact) -> float | None:
+    """The strength that a patch for all domains was given; None where nothing was held back to choose it."""
+    found: float | None = json.loads((artifact.path / "history.json").read_text()).get("strength")
+    return found

@@ -1,0 +1,401 @@
+"""One pass through a decoder's layers: all tokens go through one layer before any goes through the next.
+
+Repair inside the layers stands on it: a layer can be changed when the states that enter it are final, and what is
+measured of a layer needs the memory of one layer. No layer's arithmetic is written here: each is called as its model
+would call it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from suture.capture import BATCH_TOKENS, batches, pad_right
+from suture.errors import AttachError
+from suture.models import decoder_of
+from suture.states import Tokens
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A linear whose output is added to the residual stream: `o_proj`, `down_proj` and their like.
+
+    Attributes:
+        name: path in the model, for example `model.layers.3.mlp.down_proj`.
+        linear: the module.
+        scale: what its output is multiplied by before it is added (1 in most architectures).
+    """
+
+    name: str
+    linear: Any
+    scale: float
+
+
+@dataclass
+class Batch:
+    """Sequences that go through the layers together, padded on the right."""
+
+    rows: Tensor  # [n] where its real tokens lie among all tokens
+    real: Tensor  # [B, T] whether a token is real
+    states: Tensor  # [B, T, H] what enters the next layer
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)  # a layer's other arguments
+
+    def flat(self, values: Tensor) -> Tensor:
+        """[B, T, W] → [n, W]: the real tokens, in the order of `rows`."""
+        return values[self.real]
+
+
+class _Stop(Exception):
+    """Ends a layer's forward when what was wanted of it is there."""
+
+
+def blocks_of(model: Any) -> tuple[str, nn.ModuleList]:
+    """Path and list of a decoder's layers.
+
+    Raises:
+        AttachError: for a decoder that keeps its layers in a way that suture does not know.
+    """
+    path, decoder = decoder_of(model)
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return f"{path}.{name}", module
+    raise AttachError(f"{type(model).__name__} keeps its {count} layers in a way that suture does not know")
+
+
+class Layers:
+    """A frozen model's layers, each with the linears that write to its residual stream.
+
+    Raises:
+        AttachError: for a model whose layers cannot be called one by one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        _, self.decoder = decoder_of(model)
+        self.path, self.blocks = blocks_of(model)
+        self.device = next(model.parameters()).device
+        probe = self._begin(Tokens.of([[1, 2, 3, 4]]), BATCH_TOKENS)
+        self.closed: list[bool] = []  # whether a layer ends with its last writer
+        self.writers: list[list[Writer]] = []
+        # before each writer, and behind the last, the other linears: those that read one tensor together
+        self.readers: list[list[list[list[tuple[str, Any]]]]] = []
+        for index in range(len(self.blocks)):
+            readers = self._calls(index, probe[0])
+            self.writers.append(self._writers(index, probe[0]))
+            self.readers.append(_grouped(readers, [writer.linear for writer in self.writers[index]]))
+
+    def linears(self, only: Sequence[str] = ()) -> dict[str, Any]:
+        """path → module of every linear that each token passes, by last names where some are given."""
+        found: dict[str, Any] = {}
+        for writers, readers in zip(self.writers, self.readers, strict=True):
+            for place, segment in enumerate(readers):
+                found |= {path: module for group in segment for path, module in group}
+                found |= {writer.name: writer.linear for writer in writers[place : place + 1]}
+        return {path: module for path, module in found.items() if not only or path.rsplit(".", 1)[-1] in only}
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @torch.inference_mode()
+    def begin(self, tokens: Tokens, batch_tokens: int = BATCH_TOKENS) -> list[Batch]:
+        """All tokens, embedded, before the first layer."""
+        return self._begin(tokens, batch_tokens)
+
+    @torch.inference_mode()
+    def _begin(self, tokens: Tokens, batch_tokens: int) -> list[Batch]:
+        found: list[Batch] = []
+        spans = torch.split(torch.arange(len(tokens.ids)), tokens.lengths.tolist())
+        sequences = tokens.sequences
+        for indices in batches(tokens.lengths, batch_tokens):
+            ids = pad_right([sequences[index] for index in indices]).to(self.device)  # [B, T]
+            lengths = tokens.lengths[indices].to(self.device)
+            real = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]  # [B, T]
+            batch = Batch(torch.cat([spans[index] for index in indices]), real, torch.empty(0))
+            with self._instead(functools.partial(_record, batch)):
+                self.decoder(input_ids=ids, use_cache=False)
+            if len(batch.calls) != len(self.blocks):
+                raise AttachError(f"{type(self.model).__name__} does not call each of its layers once")
+            found.append(batch)
+        return found
+
+    @contextmanager
+    def _instead(self, replacement: Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
+        """Let something else stand where the layers are; it gets a layer's index, states and other arguments."""
+
+        def forward(index: int, tupled: bool) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                states = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+                out = replacement(index, states, args[1:], kwargs)
+                return (out, None) if tupled else out
+
+            return call
+
+        before = [block.__dict__.get("forward") for block in self.blocks]
+        tupled = self._tupled
+        try:
+            for index, block in enumerate(self.blocks):
+                block.forward = forward(index, tupled)
+            yield
+        finally:
+            for block, kept in zip(self.blocks, before, strict=True):
+                if kept is None:
+                    del block.forward
+                else:
+                    block.forward = kept
+
+    @property
+    def _tupled(self) -> bool:
+        """Whether a layer returns a tuple: seen once, on a short text."""
+        if not hasattr(self, "_returns_tuple"):
+            seen: list[bool] = []
+            hook = self.blocks[0].register_forward_hook(lambda _, __, out: seen.append(isinstance(out, tuple)))
+            try:
+                with torch.inference_mode():
+                    self.decoder(input_ids=torch.arange(1, 3, device=self.device)[None], use_cache=False)
+            finally:
+                hook.remove()
+            self._returns_tuple = seen[0]
+        return self._returns_tuple
+
+    @torch.inference_mode()
+    def call(self, index: int, batch: Batch) -> Tensor:
+        """[B, T, H] what a layer makes of a batch."""
+        args, kwargs = batch.calls[index]
+        out = self.blocks[index](batch.states, *args, **kwargs)
+        states: Tensor = out[0] if isinstance(out, tuple) else out
+        return states
+
+    @torch.inference_mode()
+    def finish(self, batches: list[Batch], total: int) -> Tensor:
+        """[N, H] final states, after the norm, of batches that have gone through all layers."""
+        joined: Tensor | None = None
+        last = len(self.blocks) - 1
+        for batch in batches:
+            with self._instead(functools.partial(_play, last, batch.states)):
+                ids = torch.zeros(batch.real.shape, dtype=torch.long, device=self.device)
+                out = self.decoder(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]
+            rows = batch.flat(out).cpu()  # [n, H]
+            if joined is None:
+                joined = rows.new_empty(total, rows.shape[-1])
+            joined[batch.rows] = rows
+        assert joined is not None
+        return joined
+
+    @torch.inference_mode()
+    def tap(self, index: int, batch: Batch, writers: Sequence[Writer], *, whole: bool) -> Tapped:
+        """Run a layer and keep what enters and leaves some of its writers.
+
+        Args:
+            whole: run the layer to its end; else stop behind the last of these writers.
+        """
+        found = Tapped()
+        hooks = []
+        for place, writer in enumerate(writers):
+
+            def keep(_: Any, given: tuple[Tensor, ...], out: Tensor, stop: bool = place + 1 == len(writers)) -> None:
+                found.inputs.append(given[0])
+                # some layers add to what a linear gave in place (Falcon)
+                found.outputs.append(out.clone() if whole else out)
+                if stop and not whole:
+                    raise _Stop
+
+            hooks.append(writer.linear.register_forward_hook(keep))
+        try:
+            found.out = self.call(index, batch)
+        except _Stop:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    @torch.inference_mode()
+    def entering(self, index: int, batch: Batch, linear: Any) -> Tensor:
+        """[n, in] what enters a linear, for the real tokens; the layer's forward stops there."""
+        found: list[Tensor] = []
+
+        def stop(_: Any, given: tuple[Tensor, ...]) -> None:
+            found.append(given[0])
+            raise _Stop
+
+        hook = linear.register_forward_pre_hook(stop)
+        try:
+            self.call(index, batch)
+        except _Stop:
+            pass
+        finally:
+            hook.remove()
+        return batch.flat(found[0].reshape(*batch.real.shape, -1))
+
+    @torch.inference_mode()
+    def _calls(self, index: int, batch: Batch) -> list[tuple[str, Any, Tensor]]:
+        """(path, module, what enters it) of the linears that a layer calls once, in order."""
+        seen: list[tuple[str, Any, Tensor]] = []
+        hooks = []
+        for name, module in self.blocks[index].named_modules():
+            if is_linear(module) and module.weight.is_floating_point():
+                path = f"{self.path}.{index}.{name}"
+                hooks.append(
+                    module.register_forward_pre_hook(lambda own, given, path=path: seen.append((path, own, given[0])))
+                )
+        try:
+            self.call(index, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        paths = [path for path, _, _ in seen]
+        whole = batch.real.numel()
+        # an expert sees some of the tokens, and no token may have come to it here
+        return [each for each in seen if paths.count(each[0]) == 1 and each[2].numel() // each[2].shape[-1] == whole]
+
+    def _writers(self, index: int, batch: Batch) -> list[Writer]:
+        """The linears of a layer that write to the residual stream, in the order they are called.
+
+        A test output is given to each candidate, with those of all others at zero: what comes out of the layer must
+        move by the test output itself, times one number. Its size differs by token, which a norm would undo.
+        """
+        block = self.blocks[index]
+        width = batch.states.shape[-1]
+        candidates = {
+            name: module
+            for name, module in block.named_modules()
+            if is_linear(module) and shape_of(module)[1] == width and module.weight.is_floating_point()
+        }
+        order: list[str] = []
+
+        def note(name: str, out: Tensor) -> None:
+            if out.numel() == batch.states.numel():  # an expert of its own sees some tokens only
+                order.append(name)
+
+        hooks = [
+            module.register_forward_hook(lambda _, __, out, name=name: note(name, out))
+            for name, module in candidates.items()
+        ]
+        try:
+            plain = self.call(index, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        # small states: beside those of an attention sink half precision would lose the test output
+        small = batch.states / batch.states.abs().amax(-1, keepdim=True).clamp_min(1e-6)
+        calm = Batch(batch.rows, batch.real, small, batch.calls)
+        test = torch.randn(plain.shape, generator=torch.Generator().manual_seed(index))  # [B, T, H]
+        test = (test * 2.0 ** torch.arange(test.shape[1])[:, None]).to(plain)
+        found = []
+        for name in dict.fromkeys(order):
+            if order.count(name) > 1:
+                continue
+            others = [module for other, module in candidates.items() if other != name]
+            # what mixes experts has no linear to silence: there the whole part of the layer is
+            parts = [part for part in block.children() if not _holds(part, candidates[name]) and _mixes(part)]
+            for silent in (others, others + parts):
+                scale = self._scale(index, calm, candidates[name], silent, test)
+                if scale is not None:
+                    found.append(Writer(f"{self.path}.{index}.{name}", candidates[name], scale))
+                    break
+        seen = self.tap(index, batch, found, whole=True)
+        left, out = seen.residual(batch, found), batch.flat(plain)  # [n, H] each
+        self.closed.append(
+            bool(torch.allclose(left.float(), out.float(), rtol=1e-3, atol=1e-4 * float(out.abs().max())))
+        )
+        batch.states = plain
+        return found
+
+    def _scale(self, index: int, batch: Batch, module: Any, silent: list[Any], test: Tensor) -> float | None:
+        """What a linear's output is multiplied by on its way into the residual; None where it does more than add."""
+        results = []
+        for value in (torch.zeros_like(test), test):
+            hooks = [other.register_forward_hook(_silenced) for other in silent]
+            hooks.append(module.register_forward_hook(lambda _, __, out, value=value: value.reshape(out.shape)))
+            try:
+                results.append(self.call(index, batch))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        response, given = (results[1] - results[0]).float(), test.float()  # [B, T, H]
+        scale = float((response * given).sum() / (given**2).sum())
+        # [B, T] what is not explained
+        left = (response - scale * given).norm(dim=-1) / given.norm(dim=-1)
+        exact = test.dtype == torch.float32
+        if abs(scale) > 1e-6 and float(left.max()) <= (1e-3 if exact else 3e-2) * abs(scale):
+            return round(scale, 4 if exact else 3)
+        return None
+
+
+def _play(last: int, final: Tensor, index: int, states: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Stands where the layers are: the last one gives states that are known, the others hand theirs on."""
+    return final if index == last else states
+
+
+def _record(kept: Batch, index: int, states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Stands where the layers are: notes how each is called, and hands the states on."""
+    if index == 0:
+        kept.states = states
+    kept.calls.append((args, kwargs))
+    return states
+
+
+@dataclass
+class Tapped:
+    """What a layer did to one batch: [B, T, in] and [B, T, out] of each writer; [B, T, H] where it ran to its end."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    out: Tensor | None = None
+
+    def residual(self, batch: Batch, writers: Sequence[Writer]) -> Tensor:
+        """[n, H] the residual stream behind the last of the writers, for the real tokens."""
+        total = batch.flat(batch.states)
+        for writer, out in zip(writers, self.outputs, strict=False):
+            total = total + writer.scale * batch.flat(out.reshape(*batch.states.shape[:2], -1))
+        return total
+
+
+def _grouped(calls: list[tuple[str, Any, Tensor]], writers: list[Any]) -> list[list[list[tuple[str, Any]]]]:
+    """Linears before each writer and behind the last, those that read one tensor together."""
+    segments: list[list[list[tuple[str, Any]]]] = [[]]
+    before: Tensor | None = None
+    for path, module, entered in calls:
+        if any(module is writer for writer in writers):
+            segments.append([])
+            before = None
+        elif before is not None and before is entered:
+            segments[-1][-1].append((path, module))
+        else:
+            segments[-1].append([(path, module)])
+            before = entered
+    return segments
+
+
+def _silenced(module: Any, given: Any, out: Any) -> Any:
+    """A forward hook: zeros in place of what a module gives."""
+    if isinstance(out, tuple):
+        return (torch.zeros_like(out[0]), *out[1:])
+    return torch.zeros_like(out)
+
+
+def _holds(part: nn.Module, module: Any) -> bool:
+    return any(each is module for each in part.modules())
+
+
+def _mixes(part: nn.Module) -> bool:
+    """Whether a part of a layer has matrices: norms have none."""
+    return any(parameter.dim() > 1 for parameter in part.parameters())
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is a plain linear, GPT-2's kind included."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def shape_of(linear: Any) -> tuple[int, int]:
+    """(in, out) of a linear; GPT-2 stores its weights [in, out]."""
+    rows, columns = linear.weight.shape
+    return (columns, rows) if isinstance(linear, nn.Linear) else (rows, columns)

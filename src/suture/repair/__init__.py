@@ -1,0 +1,1 @@
+"""Repair inside the layers: patches of linears, and how they are found."""
