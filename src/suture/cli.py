@@ -388,6 +388,51 @@ def generate(
         typer.echo()
 
 
+study_app = typer.Typer(no_args_is_help=True, help="Many corrections of one merge, compared on held-out text.")
+app.add_typer(study_app, name="study")
+
+
+@study_app.command("repair")
+def study_repair(
+    recipe: RecipeFile,
+    out: Annotated[
+        Optional[Path], typer.Option(help="Folder for results; `studies/<name>` by default.", show_default=False)
+    ] = None,
+    module: Annotated[
+        Optional[list[str]], typer.Option(help="Only this module; may be given again.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    store: StoreFolder = None,
+) -> None:
+    """Quality against parameters, seconds and calibration tokens, for every correction, domain by domain.
+
+    The recipe's merge, domains and numbers of prompts are kept; its corrections are replaced by the study's: last-layer
+    modules at several ranks, `deep`, `svd` and `asvd` at several budgets, `distil`, `heal`, the paper's own, and the
+    strongest again on fewer prompts. It takes some thirty times as long as one correction; finished ones are kept.
+
+    Examples:
+
+        suture study repair recipe.yaml
+
+        suture study repair recipe.yaml --module deep --module svd --json
+    """
+    with _told(as_json):
+        from suture.report.tables import rich_table
+        from suture.study import HEADER, document, rows, widened
+        from suture.study import study_repair as carry_out
+
+        if out is not None:
+            check_folder(out)
+        job = _open(recipe, store, quiet, change=lambda read: widened(read, module))
+        place = out or Path("studies") / str(job.recipe.name)
+        points = carry_out(job, place)
+        if as_json:
+            return _print_json(document(points))
+        _console().print(rich_table("Corrections on held-out text", HEADER, rows(points)))
+        typer.echo(f"{place}/study.md · study.json · study.png")
+
+
 @app.command("list")
 def list_(
     what: Annotated[

@@ -115,7 +115,7 @@ def solve(moments: Moments, ridge: float, rank: int) -> Solution:
 
 def truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """(U [H, r], S [r], V [H, r]) of a matrix, exact, or by subspace iteration where few directions are wanted."""
-    if rank * 4 >= len(matrix):
+    if rank * 4 >= min(matrix.shape):
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
         return u[:, :rank], s[:rank], vh[:rank].T
     with torch.random.fork_rng(devices=[matrix.device] if matrix.is_cuda else []):

@@ -9,6 +9,7 @@ number, since outputs of different components are orthogonal, so every rank is j
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from suture.ridge import truncated
 
-RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+RIDGES = (0.01, 0.1, 0.3, 1.0, 3.0)
+BLOCKS = 4  # of a Gram matrix: 10 of 16 are computed
 EVERY = 4  # layers between two choices of a ridge
 
 
@@ -47,7 +49,7 @@ class Normal:
         a, y = a.float(), y.float() * usual[:, None]
         wide = torch.float64 if a.device.type != "mps" else torch.float32  # mps has no float64
         return cls(
-            (a.T @ a).to(wide),
+            gram(a).to(wide),
             (a.T @ y).to(wide),
             float(y.square().sum(dtype=wide)),
             float(a[usual].square().sum(dtype=wide)),
@@ -58,15 +60,15 @@ class Normal:
     def gram_of(cls, a: Tensor) -> Normal:
         """Of inputs [n, in] alone; `between` adds what they should give."""
         wide = torch.float64 if a.device.type != "mps" else torch.float32
-        gram = (a.float().T @ a.float()).to(wide)
-        return cls(gram, gram.new_zeros(len(gram), 0), 0.0, float(gram.diagonal().sum()), float(len(a)))
+        sums = gram(a.float()).to(wide)
+        return cls(sums, sums.new_zeros(len(sums), 0), 0.0, float(sums.diagonal().sum()), float(len(a)))
 
     @classmethod
-    def between(cls, gram: Normal, difference: Tensor) -> Normal:
+    def between(cls, inputs: Normal, difference: Tensor) -> Normal:
         """Of y = D a, D [out, in] the merged weight less the target's."""
-        d = difference.to(gram.gram)
-        cross = gram.gram @ d.T  # [in, out]
-        return cls(gram.gram, cross, float((cross * d.T).sum()), gram.trace, gram.weight)
+        d = difference.to(inputs.gram)
+        cross = inputs.gram @ d.T  # [in, out]
+        return cls(inputs.gram, cross, float((cross * d.T).sum()), inputs.trace, inputs.weight)
 
     def __add__(self, other: Normal) -> Normal:
         return Normal(
@@ -80,6 +82,18 @@ class Normal:
     def __mul__(self, factor: float) -> Normal:
         gram, cross = self.gram * factor, self.cross * factor
         return Normal(gram, cross, self.power * factor, self.trace * factor, self.weight * factor)
+
+
+def gram(a: Tensor) -> Tensor:
+    """[in, in] sum of a a^T over the rows of [n, in]: blocks of one half, the other is their mirror image."""
+    width = a.shape[1]
+    edges = [width * step // BLOCKS for step in range(BLOCKS + 1)]
+    found = a.new_empty(width, width)
+    for start, end in itertools.pairwise(edges):
+        rows = a[:, start:end].T @ a[:, start:]  # [end - start, width - start]
+        found[start:end, start:] = rows
+        found[start:, start:end] = rows.T
+    return found
 
 
 class Fit:

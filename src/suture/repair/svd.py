@@ -14,6 +14,7 @@ from torch import Tensor
 
 from suture.layers import Layers
 from suture.repair.patch import Change, Patch
+from suture.ridge import truncated
 from suture.states import Tokens
 
 
@@ -49,12 +50,12 @@ def svd_patch(
             transposed.add(name)
         # outputs D a: with G = L L^T the error is ||(D - D_r) L||_F
         root = _root(grams[name]) if name in grams else None
-        u, s, vh = torch.linalg.svd(delta @ root if root is not None else delta, full_matrices=False)
-        r = min(rank, len(s))
-        down = vh[:r]  # [r, in]
+        r = min(rank, *delta.shape)
+        u, s, v = truncated(delta @ root if root is not None else delta, r)
+        down = v.T  # [r, in]
         if root is not None:
             down = torch.linalg.solve_triangular(root, down, upper=False, left=False)
-        changes[name] = Change((u[:, :r] * s[:r]).to("cpu", dtype), down.to("cpu", dtype))
+        changes[name] = Change((u * s).to("cpu", dtype), down.to("cpu", dtype))
     return Patch(changes, frozenset(transposed))
 
 

@@ -22,7 +22,8 @@ METRICS = {
 }
 
 
-def _figure(rows: int, columns: int, width: float, height: float, **more: Any) -> tuple[Any, Any]:
+def figure_of(rows: int, columns: int, width: float, height: float, **more: Any) -> tuple[Any, Any]:
+    """A figure with a grid of axes, in the project's style."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -45,7 +46,8 @@ def _figure(rows: int, columns: int, width: float, height: float, **more: Any) -
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure and let it go."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +63,7 @@ def colours(names: Sequence[str]) -> dict[str, str]:
 
 def draw_bias(reports: Mapping[str, BiasReport], path: Path) -> None:
     """Figure 1 of the paper: heat map by sample and position, and the mean with its spread, a column a domain."""
-    figure, axes = _figure(2, len(reports), 4.2 * len(reports), 5.6, height_ratios=(3, 2))
+    figure, axes = figure_of(2, len(reports), 4.2 * len(reports), 5.6, height_ratios=(3, 2))
     top = max(float(np.nanpercentile(report.heat_map().numpy(), 98)) for report in reports.values())
     image = None
     for column, (name, report) in enumerate(reports.items()):
@@ -89,12 +91,12 @@ def draw_bias(reports: Mapping[str, BiasReport], path: Path) -> None:
         curve.set_title(said, loc="left", color=MUTED)
     figure.colorbar(image, ax=list(axes[0]), label="bias δ", shrink=0.9)
     figure.suptitle("Bias of the merged model's final hidden states, on held-out text", x=0.01, ha="left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_entropy(reports: Mapping[str, BiasReport], path: Path) -> None:
     """Figure 2 of the paper: entropy along one text, and what one size of perturbation does by entropy."""
-    figure, axes = _figure(2, len(reports), 4.2 * len(reports), 5.0)
+    figure, axes = figure_of(2, len(reports), 4.2 * len(reports), 5.0)
     for column, (name, report) in enumerate(reports.items()):
         along, effect = axes[0][column], axes[1][column]
         if report.entropy is not None:
@@ -117,7 +119,7 @@ def draw_entropy(reports: Mapping[str, BiasReport], path: Path) -> None:
             effect.legend(frameon=False)
             effect.set_ylabel("effect of a perturbation\nas large as the bias")
     figure.suptitle("Entropy of the target, and what an error of one size does by entropy", x=0.01, ha="left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_scores(scores: Sequence[Score], path: Path) -> None:
@@ -126,7 +128,7 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
     domains = list(dict.fromkeys(score.domain for score in held))
     models = list(dict.fromkeys(score.model for score in held))
     paint = colours(models)
-    figure, axes = _figure(2, 2, 10.5, 6.4)
+    figure, axes = figure_of(2, 2, 10.5, 6.4)
     for axis, (metric, title) in zip(axes.flat, METRICS.items(), strict=True):
         value = {(score.domain, score.model): score.value for score in held if score.metric == metric}
         # the target is 0 or 1 by definition everywhere but in perplexity
@@ -150,12 +152,12 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
     handles, labels = axes.flat[2].get_legend_handles_labels()  # perplexity shows every model
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle("Held-out text: what each target wrote for prompts that nobody calibrated on", x=0.01, ha="left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_losses(histories: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
     """Training loss by step, a panel a domain, a line a surgery."""
-    figure, axes = _figure(1, len(histories), 4.2 * len(histories), 3.0, sharey=False)
+    figure, axes = figure_of(1, len(histories), 4.2 * len(histories), 3.0, sharey=False)
     names = list(dict.fromkeys(name for found in histories.values() for name in found))
     paint = colours(names)
     for column, (domain, found) in enumerate(histories.items()):
@@ -171,4 +173,4 @@ def draw_losses(histories: Mapping[str, Mapping[str, Sequence[float]]], path: Pa
             axis.set_ylabel("training loss")
             if axis.lines:
                 axis.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
