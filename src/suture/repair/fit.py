@@ -162,8 +162,13 @@ class _Pass:
     def _read(self, index: int, group: list[tuple[str, Any]]) -> None:
         """Linears that read one tensor: one Gram matrix serves them all."""
         wanted = [(path, module) for path, module in group if self._wanted(path)]
-        known = [(path, module, [pupil.difference(path, module) for pupil in self.pupils]) for path, module in wanted]
-        known = [each for each in known if all(difference is not None for difference in each[2])]
+        compared = [
+            (path, module, [pupil.difference(path, module) for pupil in self.pupils]) for path, module in wanted
+        ]
+        known = [each for each in compared if all(difference is not None for difference in each[2])]
+        for path, _, differences in compared:
+            if any(difference is None for difference in differences):
+                self._note(path)  # others may use its share
         if not known:
             return
         grams = [pupil.grams(index, group[0][1]) for pupil in self.pupils]
@@ -183,15 +188,14 @@ class _Pass:
         total = sum(parts[1:], start=parts[0])
         held = [two for (_, two), pupil in zip(sums, self.pupils, strict=True) if pupil.lesson.held and two.power > 0]
         most = self.budget.rank(path, min(shape_of(module)), sum(one.weight for one, _ in sums))
-        choice: dict[str, Any] = {"linear": path, "ridge": None, "rank": 0, "left": 1.0}
+        choice: dict[str, Any] = {}
         change = None
         if most != 0 and total.trace > 0 and total.power > 0:
             fit, rank, left = self.chooser.choose(path.rsplit(".", 1)[-1], total, held, most)
             if rank != 0 and not left >= 1:
-                choice |= {"ridge": fit.ridge, "rank": rank, "left": left}
+                choice = {"ridge": fit.ridge, "rank": rank, "left": left}
                 change = self._change(fit, rank, scale)
-        self.budget.spend(path, choice["rank"])
-        self.choices.append(choice)
+        self._note(path, **choice)
         if change is not None:
             self.changes[path] = change
             if not isinstance(module, torch.nn.Linear):
@@ -199,6 +203,10 @@ class _Pass:
             self.kept[path] = module.weight.detach().clone()
             add(module.weight, Patch({path: change}, frozenset(self.transposed)).delta(path))
         return change
+
+    def _note(self, path: str, ridge: float | None = None, rank: int | None = 0, left: float = 1.0) -> None:
+        self.budget.spend(path, rank)
+        self.choices.append({"linear": path, "ridge": ridge, "rank": rank, "left": left})
 
     def _change(self, fit: Fit, rank: int | None, scale: float) -> Change:
         # the linear's output is scaled before it enters the residual
