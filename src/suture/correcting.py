@@ -121,8 +121,8 @@ class Correcting(Repairing):
                     "surgery": each.label,
                     "rank": each.rank or history.get("rank"),
                     "parameters": history["parameters"],
-                    "strength": gate["strength"],
-                    "kl": gate["kl"][f"{gate['strength']:g}"],
+                    "strength": history["strength"],
+                    "kl": gate["kl"][f"{history['strength']:g}"],
                     "kl_uncorrected": gate["kl"]["0"],
                     "key": artifact.key,
                 }
@@ -138,5 +138,5 @@ class Correcting(Repairing):
         found = self.calibrate(member, surgery)
         history = read_history(found, member.name)
         kept = {key: history[key] for key in ("rho_calibration", "rho_heldout", "seconds", "parameters")}
-        strength = history["gate"]["strength"] if history["gate"] else None
-        return {"domain": member.name, "surgery": surgery.label, "strength": strength, **kept, "path": str(found.path)}
+        strength = {"strength": history["strength"]}
+        return {"domain": member.name, "surgery": surgery.label, **strength, **kept, "path": str(found.path)}

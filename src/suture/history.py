@@ -9,12 +9,18 @@ from suture.store import Artifact
 
 
 def read_history(artifact: Artifact, domain: str) -> dict[str, Any]:
-    """What a correction's history says of one domain; `auto` is there where it was chosen among several."""
+    """What a correction's history says of one domain; `auto` is there where it was chosen among several.
+
+    `strength` is what it acts with (for all domains one, whatever `gate` says of one of them), None where nothing was
+    held back to choose it.
+    """
     history: dict[str, Any] = json.loads((artifact.path / "history.json").read_text())
     own: dict[str, Any] = history.pop("domains", {}).get(domain, {})
     chosen = artifact.path / "auto.json"
     auto = {"auto": json.loads(chosen.read_text())} if chosen.exists() else {}
-    return {**history, **own, **auto}
+    found = {**history, **own, **auto}
+    gate = found["gate"] or {}
+    return {"strength": gate.get("strength"), **found}
 
 
 def patch_key(artifact: Artifact) -> str:

@@ -72,7 +72,7 @@ def correction_rows(histories: Mapping[str, Mapping[str, Mapping[str, Any]]]) ->
     for domain, made in histories.items():
         for label, history in made.items():
             gate = history.get("gate") or {}
-            strength = gate.get("strength")
+            strength = history.get("strength")
             kl = gate.get("kl", {})
             rows.append(
                 (
