@@ -36,21 +36,19 @@ def write_plain(job: Repairing, patch: Patch, out: Path, *, extra: Callable[[Pat
         SurgeryError: when the checkpoint lacks a linear of the patch, or does not do what was scored: it is not kept.
     """
     texts = [job.tokens(member, "heldout").first(SEQUENCES) for member in job.members.values()]
-    with patched(job.layers.model, patch) as model:
-        known = [capture(model, text).states for text in texts]
-        if job.merge is None:
-            exported = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     with replaced_folder(out) as folder:
+        with patched(job.layers.model, patch) as model:
+            known = [capture(model, text).states for text in texts]
+            if job.merge is None:
+                model.save_pretrained(folder)
+        job.release_model()
         if job.merge is not None:
-            job.release_model()
             folding = Folding(patch)
             job.merge.write(folder, job.progress, folding)
             folding.check()
         else:
-            job.layers.model.save_pretrained(folder, state_dict=exported)
             copy_tokenizer(job.donor.base, folder)
             copy_code(job.donor.base, folder)
-            job.release_model()
         if extra is not None:
             extra(folder)
         difference = _difference(job, folder, texts, known)
