@@ -19,7 +19,8 @@ from pydantic_core import PydanticUndefined
 from typer.testing import CliRunner
 
 from suture.cli import app
-from suture.recipe import Domain, Heldout, Prompts, Recipe, Surgery
+from suture.corrections import Surgery
+from suture.recipe import Domain, Heldout, Prompts, Recipe
 
 DOCS = Path(__file__).resolve().parent
 EXAMPLE = DOCS.parent / "examples" / "smollm2" / "recipe.yaml"
@@ -39,8 +40,8 @@ WORDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "`t
 CLI_INTRODUCTION = """\
 # Command line
 
-There is one command for each stage, and `run` for all of them. Below is what `--help` says for each, without the frames
-that it has in a terminal. `suture --help` lists the commands.
+There is one command for each stage, and `run` for all of them; `heal` and `study repair` carry out stages of their own.
+Below is what `--help` says for each, without the frames that it has in a terminal. `suture --help` lists the commands.
 
 Conventions:
 
@@ -64,8 +65,8 @@ A recipe is a YAML file that describes one experiment: what is merged, which job
 still do, and which corrections are trained and compared. `suture run RECIPE` carries all of it out. Every other command
 that takes a recipe carries out one stage of it.
 
-Only `domains` and one of `merge` and `merged` are required. The defaults of `surgery` are the published baseline
-(`standard-l1`) and the paper's method (`darts`), with the paper's settings.
+Only `domains` and one of `merge` and `merged` are required. The defaults of `surgery` are the paper's method (`darts`)
+with the paper's settings and protocol, a repair of each domain (`deep`), and one for all domains (`heal`).
 
 ## Rules
 
@@ -102,8 +103,8 @@ A model is written in one of four ways, in `merge`, `merged` and `target` alike:
 | an adapter alone | its `adapter_config.json` names the base |
 
 A relative path that does not exist from the recipe's folder is taken for a hub id. [Merge](merge.md) says what the
-`merge` part may hold, [Surgery](surgery.md) what the modules and losses are, and [Scores](scores.md) how prompts are
-split.
+`merge` part may hold, [Surgery](surgery.md) what the modules and losses of the last layer are, [Repair](repair.md) what
+acts inside the layers, and [Scores](scores.md) how prompts are split.
 
 ## Example
 
@@ -130,9 +131,18 @@ def main() -> None:
 def cli_page() -> str:
     """docs/cli.md: the help of the program and of each command."""
     parts = [NOTICE, "", CLI_INTRODUCTION, _help([])]
-    for name in typer.main.get_group(app).commands:
-        parts += [f"## suture {name}\n", _help([name])]
+    for command in _commands(typer.main.get_group(app)):
+        parts += [f"## suture {' '.join(command)}\n", _help(command)]
     return "\n".join(parts)
+
+
+def _commands(group: Any) -> list[list[str]]:
+    """Words of every command, those of groups (`study repair`) in place of the groups."""
+    found = []
+    for name, command in group.commands.items():
+        below = _commands(command) if hasattr(command, "commands") else [[]]
+        found += [[name, *words] for words in below]
+    return found
 
 
 def _help(command: list[str]) -> str:

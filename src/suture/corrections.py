@@ -64,12 +64,16 @@ class Surgery(Strict):
         "code of its own.",
     )
     among: list[str] | None = Field(
-        None, min_length=1, description="For `auto`: modules to choose from; all that fit the engine by default."
+        None,
+        min_length=1,
+        description="For `auto`: modules to choose from; by default those of `standard`, `darts`, `affine`, `cosine` "
+        "and `deep` that fit the engine.",
     )
     gate: bool = Field(
         True,
         description="Hold a fifth of the calibration prompts back, and choose a strength between 0 and 1 there by KL: "
-        "where nothing helps, the domain stays uncorrected. `--no-gate` turns it off everywhere.",
+        "where nothing helps, the domain stays uncorrected. `--no-gate` turns it off everywhere, except for `auto`, "
+        "which chooses on those prompts.",
     )
     t_max: int = Field(
         512,
