@@ -47,19 +47,22 @@ class Normal:
         change it is dear, and its y says nothing about other tokens. Products are in float32, sums in float64.
         """
         a, y = a.float(), y.float() * usual[:, None]
-        wide = torch.float64 if a.device.type != "mps" else torch.float32  # mps has no float64
+        # sinks may be a thousand times as large: in float32 their rounding would drown what the other tokens say
+        large = a[~usual].to(wide_of(a))  # [few, in]
+        a = a * usual[:, None]
+        wide = wide_of(a)
         return cls(
-            gram(a).to(wide),
+            gram(a).to(wide) + large.T @ large,
             (a.T @ y).to(wide),
             float(y.square().sum(dtype=wide)),
-            float(a[usual].square().sum(dtype=wide)),
+            float(a.square().sum(dtype=wide)),
             float(usual.sum()),
         )
 
     @classmethod
     def gram_of(cls, a: Tensor) -> Normal:
         """Of inputs [n, in] alone; `between` adds what they should give."""
-        wide = torch.float64 if a.device.type != "mps" else torch.float32
+        wide = wide_of(a)
         sums = gram(a.float()).to(wide)
         return cls(sums, sums.new_zeros(len(sums), 0), 0.0, float(sums.diagonal().sum()), float(len(a)))
 
@@ -82,6 +85,11 @@ class Normal:
     def __mul__(self, factor: float) -> Normal:
         gram, cross = self.gram * factor, self.cross * factor
         return Normal(gram, cross, self.power * factor, self.trace * factor, self.weight * factor)
+
+
+def wide_of(tensor: Tensor) -> torch.dtype:
+    """float64 where a device has it."""
+    return torch.float64 if tensor.device.type != "mps" else torch.float32
 
 
 def gram(a: Tensor) -> Tensor:
@@ -108,9 +116,13 @@ class Fit:
         if not level > 0:
             raise ValueError("nothing enters this linear")
         self.normal, self.ridge = normal, ridge
-        # the least ridge keeps directions that no token has from blowing up
-        gram = normal.gram + max(ridge, 1e-8) * level * torch.eye(len(normal.gram)).to(normal.gram)
-        self.root = torch.linalg.cholesky(gram)  # L
+        # the least ridge keeps directions that no token has from blowing up; rounding may ask for more
+        strength = max(ridge, 1e-8) * level
+        eye = torch.eye(len(normal.gram)).to(normal.gram)
+        self.root, failed = torch.linalg.cholesky_ex(normal.gram + strength * eye)  # L
+        while int(failed):
+            strength *= 10
+            self.root, failed = torch.linalg.cholesky_ex(normal.gram + strength * eye)
         self.white = torch.linalg.solve_triangular(self.root, normal.cross, upper=False)  # L^-1 C, [in, out]
         self._basis: Tensor | None = None
 
