@@ -59,6 +59,7 @@ def generate_text(
         surgery = job.surgery(label)
         job.capture(None if surgery.module == "heal" else [member], keep=True)
         artifact = job.calibrate(member, surgery)
+        job.remove_residuals()
     if job.merge is not None and job.merged_artifact() is None:
         job.progress.note("merging in memory; `suture merge` keeps the merged model, and the next time is quicker")
     model = job.merged_model()

@@ -15,7 +15,7 @@ from suture.errors import StoreError, SurgeryError
 from suture.prompts import Split
 from suture.recipe import Domain, Recipe
 from suture.states import Tokens
-from suture.store import Store
+from suture.store import Artifact, Store
 from suture.surgery import MODULES, make_surgery
 
 RESIDUAL = ("deep", "heal")  # need the targets' residual streams
@@ -25,6 +25,26 @@ FITTING = {
     "plain": ("affine", "deep"),
     "adapter": ("affine", "deep"),
 }
+
+
+SHARED = {
+    "samples",
+    "seed",
+    "calibrate_on",
+    "dtype",
+    "batch",
+    "steps",
+    "lr",
+    "t_max",
+    "waves",
+    "entropy_power",
+    "entropy_floor",
+}
+
+
+def runs(engine: str, module: str) -> bool:
+    """Whether an engine can run a module; all that act inside the layers are LoRAs there, and fold into weights."""
+    return engine == "anything" or module in LAYERED or module in FITTING[engine]
 
 
 @dataclass
@@ -69,12 +89,12 @@ class Inputs:
         return found
 
     def choices(self, auto: Surgery) -> list[Surgery]:
-        """What `auto` chooses from, all on the same prompts.
+        """What `auto` chooses from, all on the same prompts and with its settings.
 
         Raises:
             SurgeryError: when nothing fits its engine and budget.
         """
-        shared = auto.model_dump(include={"samples", "seed", "calibrate_on", "dtype", "batch"})
+        shared = auto.model_dump(include=SHARED)
         ranks: dict[str, tuple[int | None, ...]] = {"affine": (16, self.width or 16), "deep": (4, 16)}
         most = auto.budget * self.donor.count if auto.budget else float("inf")
         found = []
@@ -83,15 +103,16 @@ class Inputs:
                 if name in LAYERED and auto.budget:
                     rank = None
                 one = Surgery(module=name, rank=rank, budget=auto.budget if rank is None else None, **shared)
-                fits = name in FITTING[auto.engine] and (name in LAYERED or self._size(one) <= most)
+                fits = name in LAYERED or self._size(one) <= most
                 if auto.engine == "adapter" and rank == self.width:
                     continue  # an adapter of full rank is none
                 if fits and one not in found:
                     found.append(one)
         if not found:
+            tried = ", ".join(auto.among or FITTING[auto.engine])
             raise SurgeryError(
-                f"auto: nothing fits engine {auto.engine} and budget {auto.budget}: of {', '.join(MODULES | LAYERED)} "
-                f"{', '.join(FITTING[auto.engine])} fit that engine"
+                f"auto: nothing fits engine {auto.engine} and budget {auto.budget}: each of {tried} is larger, or no "
+                "adapter; raise the budget, or let it choose from deep"
             )
         return found
 
@@ -188,11 +209,13 @@ class Inputs:
             inputs["guard"] = [tokens.fingerprint() for tokens in self.guard]
         return inputs
 
-    def written(self) -> bool:
-        """Whether all targets have written what the recipe wants of them."""
-        return all(
-            self.find_tokens(member, split) is not None for member in self.members.values() for split in self.splits
-        )
+    def find_surgery(self, member: Member, surgery: Surgery) -> Artifact | None:
+        """A correction, if it is made; what acts for all domains is known by the text of all."""
+        members = self.members.values() if surgery.module == "heal" else [member]
+        splits = (surgery.split, "heldout")
+        if any(self.find_tokens(each, split) is None for each in members for split in splits):
+            return None
+        return self.store.find("surgery", self.surgery_inputs(member, surgery))
 
     def patched_inputs(self, patch: str, tokens: Tokens) -> dict[str, Any]:
         """What makes states of the merged model under a patch: its key and the tokens."""
@@ -205,12 +228,12 @@ class Inputs:
 
     def repaired(self, member: Member) -> bool:
         """Whether everything inside the layers that the recipe wants for a domain is there."""
-        if not self.written():
-            return False
         for surgery in self.wanted():
             if surgery.inside:
-                found = self.store.find("surgery", self.surgery_inputs(member, surgery))
+                found = self.find_surgery(member, surgery)
+                if found is None:
+                    return False
                 tokens = self.tokens(member, "heldout")
-                if found is None or self.store.find("states", self.patched_inputs(found.key, tokens)) is None:
+                if self.store.find("states", self.patched_inputs(found.key, tokens)) is None:
                     return False
         return True

@@ -164,7 +164,7 @@ class Run(Correcting):
             inputs = self.patched_inputs(artifact.key if artifact else "", self.guard[1])
             if not self.store.find("states", inputs):
                 patch = Patch.load(artifact.path) if artifact else Patch({})
-                with patched(self.layers.model, patch) as model, self.store.create("states", inputs) as folder:
+                with patched(self.model, patch) as model, self.store.create("states", inputs) as folder:
                     stage = f"read guard text, {label}"
                     capture(model, self.guard[1], progress=self.progress, stage=stage).save(folder)
             cache = HiddenCache.load(self.store.get("states", inputs).path)

@@ -115,10 +115,7 @@ class Reading(Plan):
         wanted = [each for each in self.wanted() if each.module in RESIDUAL and each.split == split]
         if not wanted or self.find_tokens(member, split) is None:
             return bool(wanted)
-        # the key of what acts for all domains needs the text of all
-        missing = not self.written() or any(
-            self.store.find("surgery", self.surgery_inputs(member, each)) is None for each in wanted
-        )
+        missing = any(self.find_surgery(member, each) is None for each in wanted)
         return missing and self.store.find("residuals", self.residual_inputs(member, split)) is None
 
     def _keep_residuals(self, model: Any, member: Member, split: str) -> None:

@@ -38,16 +38,27 @@ class Repairing(Reading):
     @cached_property
     def layers(self) -> Layers:
         """The merged model's layers; the model stays in memory until `release`."""
+        return Layers(self.model)
+
+    @property
+    def model(self) -> Any:
+        """The merged model, which stays in memory until `release`."""
         self._kept = self.merged_model()
-        return Layers(self._kept)
+        return self._kept
 
     def release(self) -> None:
-        """Give the merged model back, and remove residual streams: large, and of no use once the repairs are made."""
+        """Give the merged model back, and remove residual streams."""
         self.release_model()
-        if self.written():
-            for member in self.members.values():
-                for split in self.splits:
+        self.remove_residuals()
+
+    def remove_residuals(self) -> None:
+        """Remove residual streams: large, and of no use once the repairs are made."""
+        for member in self.members.values():
+            for split in self.splits:
+                if self.find_tokens(member, split) is not None:
                     self.store.remove("residuals", self.residual_inputs(member, split))
+        if self.guard is not None:
+            self.store.remove("residuals", self._anchor_inputs(self.guard[0]))
 
     def release_model(self) -> None:
         """Let the merged model go; it is made again when it is needed again."""
@@ -142,12 +153,15 @@ class Repairing(Reading):
 
     def _anchor(self, tokens: Tokens) -> Lesson:
         """Text of no domain, whose target is the merged model itself: what it does there should stay."""
-        inputs = {"model": self.fingerprint, "dtype": str(self.dtype), "tokens": tokens.fingerprint()}
+        inputs = self._anchor_inputs(tokens)
         if not self.store.find("residuals", inputs):
             with self.store.create("residuals", inputs) as folder:
                 write_residuals(self.layers, tokens, folder, progress=self.progress, stage="read guard text, merged")
         residuals = Residuals(self.store.get("residuals", inputs).path)
         return Lesson("", tokens, residuals, held=0, itself=True, weight=ANCHOR)
+
+    def _anchor_inputs(self, tokens: Tokens) -> dict[str, Any]:
+        return {"model": self.fingerprint, "dtype": str(self.dtype), "tokens": tokens.fingerprint()}
 
     def _gated(
         self, members: Sequence[Member], surgery: Surgery, patch: Patch, states: Mapping[str, Tensor]
