@@ -145,6 +145,8 @@ class Surgery(Strict):
         if self.module == AUTO:
             if self.rank is not None:
                 raise ValueError("rank: auto chooses it; give a budget")
+            if self.samples < 2:
+                raise ValueError("samples: auto chooses on prompts that are held back: give 2 or more")
             if AUTO in (self.among or []) or "heal" in (self.among or []):
                 raise ValueError("among: auto and heal are no choices for one domain")
             return self

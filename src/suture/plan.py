@@ -13,7 +13,7 @@ from suture.checkpoint import Checkpoint, parse_reference, resolve
 from suture.corrections import AUTO, LAYERED, Surgery
 from suture.errors import PromptError, RecipeError, SurgeryError, SutureError, did_you_mean
 from suture.family import check_readers
-from suture.inputs import RESIDUAL, Inputs, Member
+from suture.inputs import RESIDUAL, Inputs, Member, runs
 from suture.losses import get_loss
 from suture.merge import Merge
 from suture.models import choose_device, choose_dtype, load_tokenizer, need_memory, tokenizer_folder
@@ -40,6 +40,8 @@ def _check_names(surgery: Surgery) -> None:
     for name in surgery.among or []:
         if name not in known:
             raise SurgeryError(f"among: unknown module {name!r}; {did_you_mean(name, known)}")
+        if not runs(surgery.engine, name):
+            raise SurgeryError(f"among: {name} is nothing that engine {surgery.engine} can run: leave one of them out")
     if surgery.module not in (*known, AUTO):
         raise SurgeryError(f"unknown surgery module {surgery.module!r}; {did_you_mean(surgery.module, [*known, AUTO])}")
     if surgery.module in MODULES:
@@ -129,6 +131,7 @@ class Plan(Inputs):
                 tokenize(tokenizer, part, chat_template=False, system=None, max_length=self.recipe.max_length)
                 for part in (texts[1::2], texts[::2])
             )
+            self._check_length(self.donor, max(int(part.lengths.max()) for part in (one, two)), "lower max_length")
         return one, two
 
     def _check(self) -> None:
@@ -151,6 +154,9 @@ class Plan(Inputs):
             for split in self.splits:
                 prompts, more = self.to_continue(member, split)
                 tokens += len(prompts.ids) + len(prompts) * more
+        for index, surgery in enumerate(self.recipe.surgery):
+            with _named(f"surgery.{index}"):
+                self._check_choice(surgery)
         size = self.dtype.itemsize
         if any(surgery.module in RESIDUAL for surgery in self.wanted()):
             # twice a layer, of each target, until the repair is done
@@ -164,6 +170,16 @@ class Plan(Inputs):
         need_disk(self.store.root, 2 * tokens * width * size + heads + (1 << 20), "storing hidden states")
         if not self.captured():
             self.need_memory(*targets.values())
+
+    def _check_choice(self, surgery: Surgery) -> None:
+        """Whether there is something for `auto` to choose from, and whether the model has the linears to change."""
+        if surgery.module == AUTO:
+            self.choices(surgery)
+        stored = [name.removesuffix(".weight") for name in self.donor.tensors if name.endswith(".weight")]
+        known = dict.fromkeys(name.rsplit(".", 1)[-1] for name in stored)
+        for name in surgery.linears or []:
+            if name not in known:
+                raise SurgeryError(f"linears: the merged model has no {name!r}; {did_you_mean(name, known)}")
 
     def need_memory(self, *others: Checkpoint) -> None:
         """Refuse when the largest of the merged model and these others does not fit the device.
@@ -189,12 +205,8 @@ class Plan(Inputs):
         texts = [self.to_continue(member, split) for split in self.splits]
         longest = max(int(prompts.lengths.max()) + more for prompts, more in texts)
         for model in (self.donor, member.checkpoint):
-            limit = model.text_config.get("max_position_embeddings") or model.text_config.get("n_positions")
-            if limit and longest > limit:
-                raise PromptError(
-                    f"{where}: texts of up to {longest} tokens, but {model.reference} reads {limit} at most: lower "
-                    "max_length or heldout.tokens"
-                )
+            with _named(where):
+                self._check_length(model, longest, "lower max_length or heldout.tokens")
         highest = max(int(member.calibration.ids.max()), int(member.prompts.ids.max()))
         if self.rows and highest >= self.rows:
             token = member.tokenizer.convert_ids_to_tokens(highest)
@@ -202,6 +214,12 @@ class Plan(Inputs):
                 f"{where}: the prompts hold the token {token!r} ({highest}), which the merged model, with {self.rows} "
                 "rows, does not have: write them without it, or merge with mergekit's `tokenizer_source`"
             )
+
+    @staticmethod
+    def _check_length(model: Checkpoint, longest: int, mend: str) -> None:
+        limit = model.text_config.get("max_position_embeddings") or model.text_config.get("n_positions")
+        if limit and longest > limit:
+            raise PromptError(f"texts of up to {longest} tokens, but {model.reference} reads {limit} at most: {mend}")
 
     def chosen(self, names: list[str] | None) -> list[Member]:
         """Members by name, all of them where none is named.
