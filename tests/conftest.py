@@ -29,3 +29,11 @@ def checkpoint(tmp_path: Path) -> Callable[..., Path]:
 def adapter(tmp_path: Path) -> Callable[..., Path]:
     """`adapter("name", base, …)` writes a LoRA by hand."""
     return lambda name, *args, **fields: write_adapter(tmp_path / name, *args, **fields)
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny family: see `relatives`."""
+    from relatives import make_family
+
+    return make_family(tmp_path_factory.mktemp("family"))

@@ -17,7 +17,7 @@ import suture
 from suture.cli import _told, app
 from suture.store import Store
 
-COMMANDS = ("run", "merge", "capture", "bias", "calibrate", "generate", "list", "doctor")
+COMMANDS = ("run", "merge", "capture", "bias", "calibrate", "heal", "generate", "list", "doctor")
 GOOD = "merged: {merged}\ndomains:\n  math: {{target: {merged}, prompts: math.txt}}\n"
 
 
@@ -75,7 +75,10 @@ def test_the_names_that_recipes_can_use():
     assert list(found) == ["methods", "modules", "losses"]
     methods = {row["name"] for row in found["methods"]}
     assert {"task_arithmetic", "linear", "ties", "dare_ties", "dare_linear"} <= methods
-    assert {"standard", "darts"} <= {row["name"] for row in found["modules"]}
+    acts = {row["name"]: row["acts"] for row in found["modules"]}
+    assert acts["standard"] == acts["darts"] == "last layer"
+    assert {name for name, where in acts.items() if where == "all layers"} == {"deep", "heal", "svd", "asvd", "distil"}
+    assert acts["auto"] == "either"
     assert {"l1", "ewl1", "kl", "ce"} <= {row["name"] for row in found["losses"]}
     assert all(row["what"] for kind in ("modules", "losses") for row in found[kind])
 

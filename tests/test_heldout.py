@@ -9,6 +9,7 @@ import torch
 from tiny import nearby, tiny_model
 
 from suture.attach import attach
+from suture.calibrate import rho
 from suture.capture import capture, respond
 from suture.evaluate.heldout import Score, gap_closed, score_calibration, score_heldout
 from suture.models import Head
@@ -83,10 +84,15 @@ def test_calibration_scores_and_gap() -> None:
     merged = HiddenCache(tokens, torch.ones(3, 4))
     surgery = make_surgery("darts", 4, 1, 2)
     surgery.table.rows.data.fill_(0.5)  # halves the bias of the first two tokens
-    found = {score.model: score for score in score_calibration("a", {"half": (surgery, merged, target)})}
-    assert found["half"].value == pytest.approx(1 / 3)
-    assert found["half"].split == "calibration"
-    assert found["half"].n_tokens == 3
+    assert rho(surgery, merged, target) == pytest.approx(1 / 3)
+    kept = {"half": {"rho_calibration": rho(surgery, merged, target), "calibration_tokens": 3}}
+    found = {score.model: score for score in score_calibration("a", kept)}
+    assert {name: score.value for name, score in found.items()} == {
+        "target": 1.0,
+        "merged": 0.0,
+        "half": pytest.approx(1 / 3),
+    }
+    assert {(score.metric, score.split, score.n_tokens) for score in found.values()} == {("rho_l1", "calibration", 3)}
     rows = [
         Score("a", name, "kl", "heldout", value, 3) for name, value in (("target", 0.0), ("merged", 0.4), ("x", 0.5))
     ]

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from peft import LoraConfig, get_peft_model
-from tiny import nearby, tiny_model, tiny_tokenizer
+from relatives import WORDS, open_run, recipe, write
+from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from suture.attach import attach
@@ -28,57 +27,6 @@ from suture.pipeline import Run, read_recipe
 from suture.recipe import load_recipe
 from suture.store import Store
 from suture.surgery import load_surgery
-
-WORDS = ["ash", "bay", "cob", "dew", "elm", "fog", "gum", "hay", "ivy", "jay", "kit", "log", "map", "nut", "oak", "pea"]
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base, a full fine-tune, a LoRA fine-tune, prompts of two domains, and a recipe."""
-    folder = tmp_path_factory.mktemp("family")
-    base = tiny_model(initializer_range=0.4)
-    base.config.architectures = ["LlamaForCausalLM"]
-    for name, model in (("base", base), ("full", nearby(base, 1, 0.3))):
-        model.save_pretrained(folder / name)
-        tiny_tokenizer(chat=True).save_pretrained(folder / name)
-    adapted = get_peft_model(tiny_model(initializer_range=0.4), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    generator = torch.Generator().manual_seed(2)
-    for name, tensor in adapted.named_parameters():
-        if "lora_" in name:
-            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
-    adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
-    adapted.save_pretrained(folder / "lora")
-    lines = [{"q": f"{a} {b} {a}"} for a in WORDS for b in WORDS[:2]]
-    (folder / "words.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (folder / "lines.txt").write_text("\n".join(f"{a}-{b}" for a in WORDS[:4] for b in WORDS))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(), sort_keys=False))
-    return folder
-
-
-def recipe(**changes: Any) -> dict[str, Any]:
-    models = [{"model": name, "parameters": {"weight": 0.5}} for name in ("full", "base+lora")]
-    surgery = {"rank": 4, "T_max": 32, "steps": 30, "samples": 12, "batch": 4}
-    return {
-        "merge": {"merge_method": "task_arithmetic", "base_model": "base", "models": models, "dtype": "float32"},
-        "domains": {
-            "math": {"target": "full", "prompts": {"path": "words.jsonl", "template": "Q {q} A"}},
-            "chat": {"target": "lora", "prompts": "lines.txt", "chat_template": True},
-        },
-        "surgery": [{"module": "standard", "loss": "l1", **surgery}, {"module": "darts", "loss": "ewl1", **surgery}],
-        "heldout": {"samples": 6, "tokens": 10},
-        "device": "cpu",
-        **changes,
-    }
-
-
-def write(family: Path, name: str, **changes: Any) -> Path:
-    path = family / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe(**changes), sort_keys=False))
-    return path
-
-
-def open_run(path: Path, store: Path) -> Run:
-    return Run(load_recipe(path), store=Store(store / "store"))
 
 
 @pytest.fixture(scope="module")
@@ -154,11 +102,12 @@ def test_a_second_run_loads_no_model(
     assert (tmp_path / "again" / "scores.json").read_bytes() == (folder / "scores.json").read_bytes()
     assert len(result.reused) == 11
     # another recipe with the same targets and merge, and other settings of training, reads no text again either
-    changed = write(family, "steps", surgery={"module": "darts", "loss": "l1", "rank": 2, "steps": 5, "samples": 12})
+    other = {"module": "darts", "loss": "l1", "calibrate_on": "prompts", "rank": 2, "steps": 5, "samples": 12}
+    changed = write(family, "steps", surgery=other)
     assert {score.model for score in open_run(changed, place).run(tmp_path / "other").scores} == {
         "target",
         "merged",
-        "darts-l1",
+        "darts-l1-prompts",
     }
 
 
@@ -183,15 +132,15 @@ def test_surgery_on_responses_and_in_closed_form(family: Path, finished: tuple[P
     place, folder = finished
     small = {"rank": 4, "steps": 5, "samples": 12}
     surgery = [
-        {"module": "darts", "loss": "ewl1", "T_max": 32, "rank": 4, "steps": 30, "samples": 12, "batch": 4},
-        {"module": "affine", "loss": "l2", "calibrate_on": "responses", **small},
-        {"module": "standard", "loss": "l1", "calibrate_on": "responses", "name": "std", **small},
+        recipe()["surgery"][1],
+        {"module": "affine", "loss": "l2", "gate": False, **small},
+        {"module": "standard", "loss": "l1", "gate": False, "name": "std", **small},
     ]
     path = write(family, "responses", surgery=surgery, response_tokens=6)
     job = open_run(path, place)
     scores = job.run(tmp_path / "run").scores
     models = [score.model for score in scores if (score.domain, score.metric, score.split) == ("math", "kl", "heldout")]
-    assert models == ["target", "merged", "darts", "affine-responses", "std"]
+    assert models == ["target", "merged", "darts", "affine", "std"]
     member = job.members["math"]
     text, prompts = job.tokens(member, "responses"), member.calibration
     assert text.prompt_lengths.tolist() == prompts.lengths.tolist()
@@ -199,7 +148,7 @@ def test_surgery_on_responses_and_in_closed_form(family: Path, finished: tuple[P
     assert text.prompts() == prompts.prompts()
     count = {score.model: score.n_tokens for score in scores if (score.domain, score.split) == ("math", "calibration")}
     assert count["darts"] == len(prompts.ids)
-    assert count["std"] == count["affine-responses"] == int((text.lengths - text.prompt_lengths).sum())
+    assert count["std"] == count["affine"] == int((text.lengths - text.prompt_lengths).sum())
     # the paper's protocol is not touched by what stands beside it
     kept = {
         r["metric"]: r["value"]
@@ -207,7 +156,7 @@ def test_surgery_on_responses_and_in_closed_form(family: Path, finished: tuple[P
         if r["model"] == "darts" and r["domain"] == "math" and r["split"] == "heldout"
     }
     assert {s.metric: s.value for s in scores if (s.model, s.domain, s.split) == ("darts", "math", "heldout")} == kept
-    history = json.loads((tmp_path / "run" / "surgery" / "math" / "affine-responses" / "history.json").read_text())
+    history = json.loads((tmp_path / "run" / "surgery" / "math" / "affine" / "history.json").read_text())
     assert history["losses"] == []
     assert history["ridge"] in {float(ridge) for ridge in history["ridge_errors"]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,18 @@ def prompts(**fields: Any) -> dict[str, Any]:
 # Defaults and forms
 
 
-def test_the_defaults_are_the_papers():
+def test_the_numbers_are_the_papers():
     darts = Surgery()
     assert darts.model_dump() == {
         "name": None,
         "module": "darts",
         "loss": "ewl1",
         "rank": 16,
+        "budget": None,
+        "linears": None,
+        "engine": "anything",
+        "among": None,
+        "gate": True,
         "t_max": 512,
         "waves": 8,
         "steps": 500,
@@ -44,7 +50,7 @@ def test_the_defaults_are_the_papers():
         "batch": 8,
         "seed": 0,
         "samples": 50,
-        "calibrate_on": "prompts",
+        "calibrate_on": "responses",
         "smooth": 0.0,
         "shrink": 0.0,
         "start": "zero",
@@ -55,11 +61,17 @@ def test_the_defaults_are_the_papers():
     }
 
 
-def test_the_default_surgeries_are_the_baseline_and_darts():
+def test_the_default_surgeries_are_the_papers_and_the_repairs():
     found = recipe()
-    assert [(each.module, each.loss, each.label) for each in found.surgery] == [
-        ("standard", "l1", "standard-l1"),
-        ("darts", "ewl1", "darts"),
+    assert [(each.module, each.loss, each.label, each.calibrate_on, each.gate) for each in found.surgery] == [
+        ("darts", "ewl1", "darts", "prompts", False),
+        ("deep", None, "deep", "responses", True),
+        ("heal", None, "heal", "responses", True),
+    ]
+    assert [(each.rank, each.budget, each.steps) for each in found.surgery] == [
+        (16, None, 500),
+        (None, 0.001, 500),
+        (None, None, 500),
     ]
     assert found.samples == 50
     assert (found.heldout.samples, found.heldout.tokens) == (30, 64)
@@ -105,12 +117,76 @@ def test_the_most_demanding_surgery_says_how_many_prompts():
         ({}, "darts"),
         ({"rank": 4}, "darts"),
         ({"loss": "l1"}, "darts-l1"),
-        ({"module": "add"}, "add-ewl1"),
-        ({"name": "mine", "module": "add"}, "mine"),
+        ({"loss": "ewl1"}, "darts"),
+        ({"module": "standard"}, "standard-l1"),
+        ({"module": "standard", "loss": "ewl1"}, "standard-ewl1"),
+        ({"module": "add"}, "add"),
+        ({"module": "affine"}, "affine"),
+        ({"module": "affine", "loss": "ewl2"}, "affine-ewl2"),
+        ({"module": "deep", "rank": 4}, "deep"),
+        ({"module": "auto"}, "auto"),
+        ({"calibrate_on": "prompts"}, "darts-prompts"),
+        ({"module": "heal", "calibrate_on": "prompts"}, "heal-prompts"),
+        ({"loss": "l1", "calibrate_on": "prompts"}, "darts-l1-prompts"),
+        ({"name": "mine", "module": "add", "calibrate_on": "prompts"}, "mine"),
     ],
 )
 def test_labels(settings, label):
     assert Surgery(**settings).label == label
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (16, None, "ewl1", 500)),
+        ({"module": "standard"}, (16, None, "l1", 500)),
+        ({"module": "affine", "rank": 3}, (3, None, "l2", 500)),
+        ({"module": "deep"}, (None, 0.001, None, 500)),
+        ({"module": "deep", "rank": 8}, (8, None, None, 500)),
+        ({"module": "svd", "budget": 0.01}, (None, 0.01, None, 500)),
+        ({"module": "heal"}, (None, None, None, 500)),
+        ({"module": "heal", "budget": 0.01}, (None, 0.01, None, 500)),
+        ({"module": "distil"}, (None, 0.001, None, 50)),
+        ({"module": "distil", "steps": 7}, (None, 0.001, None, 7)),
+        ({"module": "auto"}, (None, None, None, None)),
+    ],
+)
+def test_what_is_left_open_is_each_modules_own(settings, expected):
+    found = Surgery(**settings)
+    assert (found.rank, found.budget, found.loss, found.steps) == expected
+    again = parse_recipe(recipe(surgery=settings).model_dump(mode="json", by_alias=True, exclude_none=True))
+    assert again.surgery == [found]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"linears": ["o_proj"]}, "linears are for deep and heal"),
+        ({"module": "svd", "linears": ["o_proj"]}, "linears are for deep and heal"),
+        ({"budget": 0.01}, "budget: the size of darts follows from its rank: leave budget out"),
+        ({"module": "deep", "loss": "l1"}, "loss: deep has none to choose: leave it out"),
+        ({"module": "auto", "loss": "kl"}, "loss: auto has none to choose: leave it out"),
+        ({"module": "deep", "rank": 4, "budget": 0.01}, "give either rank or budget"),
+        ({"module": "heal", "rank": 4, "budget": 0.01}, "give either rank or budget"),
+        (
+            {"module": "deep", "early_stopping": True},
+            "early_stopping, smooth, shrink and start are not for deep: leave them out",
+        ),
+        (
+            {"module": "heal", "smooth": 1.0},
+            "early_stopping, smooth, shrink and start are not for heal: leave them out",
+        ),
+        ({"module": "deep", "engine": "plain"}, "engine and among are for module: auto"),
+        ({"among": ["deep"]}, "engine and among are for module: auto"),
+        ({"module": "auto", "rank": 4}, "rank: auto chooses it; give a budget"),
+        ({"module": "auto", "among": ["deep", "heal"]}, "among: auto and heal are no choices for one domain"),
+        ({"module": "auto", "among": ["auto"]}, "among: auto and heal are no choices for one domain"),
+        ({"module": "auto", "samples": 1}, "samples: auto chooses on prompts that are held back: give 2 or more"),
+    ],
+)
+def test_settings_that_a_module_cannot_have_are_refused(settings, message):
+    with pytest.raises(RecipeError, match=re.escape(f"surgery.0: {message}")):
+        recipe(surgery=settings)
 
 
 def test_a_dump_reads_back_as_the_same_recipe():

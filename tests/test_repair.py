@@ -388,19 +388,25 @@ def test_a_large_budget_gives_the_targets_weights(architecture: str) -> None:
     assert untouched(model)
 
 
+@pytest.mark.parametrize("rank", [3, 8])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_at_low_rank_it_is_the_truncated_difference(architecture: str) -> None:
+def test_at_low_rank_it_is_the_truncated_difference(architecture: str, rank: int) -> None:
     model = tiny_model(architecture)
     target = nearby(model, 1, 0.3)
     layers = Layers(model)
     cost = sum(sum(module.weight.shape) for module in layers.linears().values())
-    budget = 3 * cost + cost // 2
+    budget = rank * cost + cost // 2
     patch = svd_patch(layers, weights(target), budget, dtype=torch.float32)
     assert patch.count() <= budget
     for name, change in patch.changes.items():
-        assert change.rank == 3
-        u, s, vh = torch.linalg.svd(weights(target)(name) - weights(model)(name), full_matrices=False)
-        torch.testing.assert_close(patch.delta(name), (u[:, :3] * s[:3]) @ vh[:3], atol=1e-4, rtol=1e-4)
+        assert change.rank == rank
+        wanted = weights(target)(name) - weights(model)(name)
+        u, s, vh = torch.linalg.svd(wanted, full_matrices=False)
+        # few directions of many are found by iteration: near-equal singular values mix, and cost next to nothing
+        assert float((wanted - patch.delta(name)).norm() / s[rank:].norm()) <= 1 + 1e-4
+        if rank * 4 >= len(s):
+            expected = (u[:, :rank] * s[:rank]) @ vh[:rank]
+            torch.testing.assert_close(patch.delta(name), expected, atol=1e-4, rtol=1e-4)
     assert {change.rank for change in svd_patch(layers, weights(target), 0).changes.values()} == {1}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from suture.errors import StoreError, SurgeryError
 from suture.losses import LOSSES, Batch, get_loss
+from suture.states import HiddenCache, Tokens
 from suture.surgery import MODULES, Surgery, load_surgery, make_surgery, save_surgery
 
 H, R, T_MAX, V = 12, 3, 5, 17
@@ -109,7 +110,36 @@ def test_module_survives_the_disk_in_bfloat16(name: str, tmp_path: Path) -> None
         "rank": R,
         "t_max": T_MAX,
         **({"waves": 8} if name == "cosine" else {}),
+        "strength": 1.0,
     }
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+def test_the_strength_is_kept_and_multiplies_the_correction(name: str, strength: float, tmp_path: Path) -> None:
+    states = torch.randn(2, 3, H, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(3).expand(2, 3)
+    module = random_module(name)
+    full = states - module(states, positions)
+    module.strength = strength
+    save_surgery(module, tmp_path, torch.float32)
+    found = load_surgery(tmp_path)
+    assert found.strength == strength
+    torch.testing.assert_close(found(states, positions), states - strength * full, atol=1e-5, rtol=1e-5)
+    if strength == 0:
+        assert torch.equal(found(states, positions), states)
+    tokens = Tokens.of([[1, 2, 3], [4, 5, 6]])
+    at = found.at(HiddenCache(tokens, states.reshape(6, H)))
+    torch.testing.assert_close(at(strength).view(2, 3, H), found(states, positions))
+    assert torch.equal(at(0.0), states.reshape(6, H))
+
+
+def test_a_module_without_a_strength_is_from_before_there_was_one(tmp_path: Path) -> None:
+    save_surgery(random_module("darts"), tmp_path)
+    settings = json.loads((tmp_path / "surgery.json").read_text())
+    del settings["strength"]
+    (tmp_path / "surgery.json").write_text(json.dumps(settings))
+    assert load_surgery(tmp_path).strength == 1
 
 
 def test_the_number_of_waves_survives_the_disk(tmp_path: Path) -> None:
