@@ -403,7 +403,7 @@ def test_at_low_rank_it_is_the_truncated_difference(architecture: str, rank: int
         wanted = weights(target)(name) - weights(model)(name)
         u, s, vh = torch.linalg.svd(wanted, full_matrices=False)
         # few directions of many are found by iteration: near-equal singular values mix, and cost next to nothing
-        assert float((wanted - patch.delta(name)).norm() / s[rank:].norm()) <= 1 + 1e-4
+        assert float((wanted - patch.delta(name)).norm() / s[rank:].norm()) <= 1 + 1e-3
         if rank * 4 >= len(s):
             expected = (u[:, :rank] * s[:rank]) @ vh[:rank]
             torch.testing.assert_close(patch.delta(name), expected, atol=1e-4, rtol=1e-4)

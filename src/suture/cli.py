@@ -33,7 +33,7 @@ app = typer.Typer(
         "Measure and correct merged language models.\n\n"
         "Merging fine-tunes gives one model that is worse than each parent at the parent's own job. suture takes a "
         "recipe (a mergekit configuration, a target and prompts for each domain), measures how far the merged model's "
-        "final hidden states are from each target's, trains a small correction, and scores it on held-out text.\n\n"
+        "final hidden states are from each target's, corrects it, and scores what that did on held-out text.\n\n"
         "Start with `suture run RECIPE`. Results, tables and `--json` documents go to stdout; progress and notes to "
         "stderr."
     ),
@@ -47,7 +47,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and
 NoGate = Annotated[
     bool,
     typer.Option(
-        "--no-gate", help="Hold no calibration prompts back: every correction acts at full strength, as in the paper."
+        "--no-gate",
+        help="Choose no strengths: every correction acts in full, as in the paper. (`auto` still chooses.)",
     ),
 ]
 StoreFolder = Annotated[
@@ -267,7 +268,7 @@ def calibrate(
         job.release()
         if as_json:
             return _print_json({"surgery": rows})
-        _print_rows("Trained modules", [{key: value for key, value in row.items() if key != "path"} for row in rows])
+        _print_rows("Corrections", [{key: value for key, value in row.items() if key != "path"} for row in rows])
 
 
 @app.command()

@@ -68,8 +68,8 @@ class Correcting(Repairing):
         held = held_back(len(merged.tokens)) if surgery.gate or surgery.early_stopping else 0
         text = merged.first(len(merged.tokens) - held), target.first(len(target.tokens) - held)
         back = (merged.last(held), target.last(held)) if held else None
-        gated = surgery.gate and back is not None
-        heads = surgery.loss in NEED_HEADS or gated
+        judged = self.gate_states(member, surgery, held) if surgery.gate and held else None
+        heads = surgery.loss in NEED_HEADS or judged is not None
         decode = self.merged_head.differentiable if heads else None
         decode_target = self.head(member.fingerprint).differentiable if heads else None
         dtype = DTYPES[surgery.dtype]
@@ -86,8 +86,8 @@ class Correcting(Repairing):
                 stage=f"train {surgery.label} for {member.name}",
             )
             gate = None
-            if gated and back is not None and decode is not None and decode_target is not None:
-                gate = choose_strength(*back, done.surgery.at(back[0]), decode, decode_target)
+            if judged is not None and decode is not None and decode_target is not None:
+                gate = choose_strength(*judged, done.surgery.at(judged[0]), decode, decode_target)
                 done.surgery.strength = gate.strength
             save_surgery(done.surgery, folder, dtype)
             history = {

@@ -15,6 +15,7 @@ LAYERED = {
 }
 AUTO = "auto"
 OWN_LOSS = {"standard": "l1", "affine": "l2"}  # the others' is ewl1
+GATED = "responses"  # the text that a gate looks at, whatever a correction was fitted on
 BUDGET = 0.001  # of the model's parameters, the paper's
 DISTIL_STEPS = 50
 
@@ -177,3 +178,8 @@ class Surgery(Strict):
     def split(self) -> str:
         """Which captured text it is fitted on: `calibration` (the prompts alone) or `responses`."""
         return "calibration" if self.calibrate_on == "prompts" else "responses"
+
+    @property
+    def splits(self) -> set[str]:
+        """Which captured text it needs: what it is fitted on, and what its gate looks at."""
+        return {self.split, GATED} if self.gate or self.module == AUTO else {self.split}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from suture.checkpoint import Checkpoint
-from suture.corrections import AUTO, LAYERED, Surgery
+from suture.corrections import AUTO, GATED, LAYERED, Surgery
 from suture.errors import StoreError, SurgeryError
 from suture.prompts import Split
 from suture.recipe import Domain, Recipe
@@ -22,8 +22,8 @@ RESIDUAL = ("deep", "heal")  # need the targets' residual streams
 _LAST = tuple(name for name in MODULES if name not in ("add", "parallel"))
 FITTING = {
     "anything": (*_LAST, "deep"),
-    "plain": ("affine", "deep"),
-    "adapter": ("affine", "deep"),
+    "plain": ("deep",),
+    "adapter": ("deep",),
 }
 
 
@@ -78,7 +78,7 @@ class Inputs:
     @property
     def splits(self) -> list[str]:
         """What is read in each domain: the text that surgeries are trained on, and held-out text."""
-        wanted = dict.fromkeys(surgery.split for surgery in self.recipe.surgery)
+        wanted = {split for surgery in self.recipe.surgery for split in surgery.splits}
         return [*sorted(wanted), "heldout"]
 
     def wanted(self) -> list[Surgery]:
@@ -104,8 +104,6 @@ class Inputs:
                     rank = None
                 one = Surgery(module=name, rank=rank, budget=auto.budget if rank is None else None, **shared)
                 fits = name in LAYERED or self._size(one) <= most
-                if auto.engine == "adapter" and rank == self.width:
-                    continue  # an adapter of full rank is none
                 if fits and one not in found:
                     found.append(one)
         if not found:
@@ -205,6 +203,9 @@ class Inputs:
             "heldout": [self.tokens(each, "heldout").fingerprint() for each in members],
             "settings": surgery.model_dump(exclude={"name"}),
         }
+        if surgery.gate:
+            written = [self.tokens(each, GATED).first(surgery.samples) for each in members]
+            inputs["gate"] = [tokens.fingerprint() for tokens in written]
         if surgery.module == "heal" and self.guard is not None:
             inputs["guard"] = [tokens.fingerprint() for tokens in self.guard]
         return inputs
@@ -212,7 +213,7 @@ class Inputs:
     def find_surgery(self, member: Member, surgery: Surgery) -> Artifact | None:
         """A correction, if it is made; what acts for all domains is known by the text of all."""
         members = self.members.values() if surgery.module == "heal" else [member]
-        splits = (surgery.split, "heldout")
+        splits = (*surgery.splits, "heldout")
         if any(self.find_tokens(each, split) is None for each in members for split in splits):
             return None
         return self.store.find("surgery", self.surgery_inputs(member, surgery))

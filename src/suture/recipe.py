@@ -163,6 +163,8 @@ class Recipe(Strict):
                 raise ValueError(f"two surgeries are called {label!r}: give one of them a name")
             if label in ("merged", "target"):
                 raise ValueError(f"a surgery cannot be called {label!r}")
+        if self.guard is not None and "guard" in self.domains:
+            raise ValueError("a domain cannot be called 'guard' beside guard text, whose scores have that name")
         for name in [*self.domains, *labels, *([self.name] if self.name else [])]:
             if not NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not fit for a file name: use letters, digits, dot, dash, underscore")

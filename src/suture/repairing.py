@@ -13,7 +13,7 @@ from torch import Tensor
 from suture.bias import bias, reduction
 from suture.calibrate import rho_rows
 from suture.capture import capture
-from suture.corrections import Surgery
+from suture.corrections import GATED, Surgery
 from suture.gate import Gate, choose_strength, held_back, joint_strength
 from suture.inputs import RESIDUAL, Member
 from suture.layers import Layers, shape_of
@@ -174,14 +174,12 @@ class Repairing(Reading):
             held = self._held(member, surgery)
             if not held:
                 return patch, {}
-            merged, target = (cache.last(held) for cache in self.calibration_states(member, surgery))
-            rows = len(merged.states)
+            merged, target = self.gate_states(member, surgery, held)
+            known = states[member.name][-len(merged.states) :] if surgery.split == GATED else None
 
-            def corrected(
-                strength: float, name: str = member.name, text: Tokens = merged.tokens, n: int = rows
-            ) -> Tensor:
-                if strength == 1:
-                    return states[name][-n:]
+            def corrected(strength: float, known: Tensor | None = known, text: Tokens = merged.tokens) -> Tensor:
+                if strength == 1 and known is not None:
+                    return known
                 with patched(self.layers.model, patch.at(strength)) as model:
                     return capture(model, text).states
 
@@ -232,6 +230,11 @@ class Repairing(Reading):
         """(merged, target) states on a surgery's calibration text, what is held back of it included."""
         merged, target = self.states(member, surgery.split)
         return merged.first(surgery.samples), target.first(surgery.samples)
+
+    def gate_states(self, member: Member, surgery: Surgery, held: int) -> tuple[HiddenCache, HiddenCache]:
+        """(merged, target) states on what the target wrote for the prompts that are held back."""
+        merged, target = self.states(member, GATED)
+        return merged.first(surgery.samples).last(held), target.first(surgery.samples).last(held)
 
     def _held(self, member: Member, surgery: Surgery) -> int:
         """How many of the last calibration prompts are held back: by the gate, or to choose ridges and ranks."""

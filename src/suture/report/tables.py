@@ -94,7 +94,7 @@ def _what(history: Mapping[str, Any], strength: float | None) -> str:
     chosen = (history.get("auto") or {}).get("chosen")
     said = [f"chose {chosen['surgery']}" + (f" of rank {chosen['rank']}" if chosen["rank"] else "")] if chosen else []
     if strength == 0:
-        said.append("helps on no held-back prompt: the domain stays uncorrected")
+        said.append("no gain on held-back prompts beyond its error: the domain stays uncorrected")
     return "; ".join(said)
 
 
