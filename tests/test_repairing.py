@@ -16,18 +16,21 @@ from tiny import nearby, tiny_model, tiny_tokenizer
 from torch import Tensor
 from typer.testing import CliRunner
 
+from suture.attach import attach
 from suture.capture import capture
 from suture.cli import app
-from suture.errors import PromptError, SurgeryError, SutureError
+from suture.errors import PromptError, RecipeError, SurgeryError, SutureError
 from suture.evaluate.heldout import gap_closed
 from suture.gate import Gate
 from suture.history import read_history
 from suture.models import load
 from suture.pipeline import Run, RunResult
+from suture.recipe import load_recipe
 from suture.repair.fit import Repaired
 from suture.repair.patch import Change, Patch, patched
 from suture.report.tables import correction_rows
 from suture.store import Artifact, Store
+from suture.surgery import load_surgery
 
 FIT = {"samples": 24, "T_max": 32, "steps": 20}
 DEEP, HEAL = {"module": "deep", "rank": 8, **FIT}, {"module": "heal", **FIT}
@@ -502,7 +505,9 @@ def test_a_correction_that_harms_held_back_prompts_is_left_out(
         assert json.loads(made.read_text())["strength"] == 0
     assert value["guard", "heal", "perplexity", "heldout"] == value["guard", "merged", "perplexity", "heldout"]
     report = (tmp_path / "run" / "report.md").read_text()
-    assert report.count("no gain on held-back prompts beyond its error: the domain stays uncorrected") == len(labels) * len(DOMAINS)
+    assert report.count("no gain on held-back prompts beyond its error: the domain stays uncorrected") == len(
+        labels
+    ) * len(DOMAINS)
     # and the model that they leave is the merged one
     out = tmp_path / "healed"
     told = invoke("heal", kin / "gated.yaml", "--out", out, "--store", tmp_path / "store", "-q")
@@ -545,6 +550,30 @@ def test_no_gate_trains_on_all_prompts(kin: Path, finished: tuple[Path, Path, Ru
     report = (tmp_path / "run" / "report.md").read_text()
     assert "gate False" in report
     assert "stays uncorrected" not in report
+
+
+def test_the_gate_looks_at_what_targets_write_for_held_back_prompts(kin: Path, tmp_path: Path) -> None:
+    """Whatever a correction was fitted on: here on prompts alone."""
+    shared = [{"module": "affine", "rank": 8, "calibrate_on": "prompts", **FIT}, {**DEEP, "calibrate_on": "prompts"}]
+    job = open_run(write(kin, "on-prompts", **near(surgery=shared)), tmp_path)
+    job.capture()
+    merged, target, member = job.merged_model(), plain_model(kin / "full"), job.members["math"]
+    text = job.tokens(member, "responses").first(24).last(5)
+    for surgery in job.recipe.surgery:
+        artifact = job.calibrate(member, surgery)
+        history = read_history(artifact, "math")
+        gate = history["gate"]
+        assert len(history["calibration_rows"]) == 19
+        assert history["calibration_tokens"] == int(member.calibration.lengths[:19].sum())
+        assert gate["prompts"] == 5
+        assert gate["kl"]["0"] == pytest.approx(kl_by_hand(merged, target, text), abs=1e-5)
+        if surgery.inside:
+            with patched(merged, Patch.load(artifact.path)) as model:
+                found = kl_by_hand(model, target, text)
+        else:
+            with attach(merged, {"math": load_surgery(artifact.path)}).domain("math") as model:
+                found = kl_by_hand(model, target, text)
+        assert gate["kl"][f"{gate['strength']:g}"] == pytest.approx(found, abs=1e-5)
 
 
 def test_one_strength_for_all_is_what_the_report_says(tmp_path: Path) -> None:
@@ -607,14 +636,15 @@ def test_auto_honours_what_it_is_given(kin: Path, finished: tuple[Path, Path, Ru
     count = open_run(kin / "all.yaml", place).donor.count
     for found in auto(kin, place, among=["standard", "svd"]).values():
         assert [row["surgery"] for row in found["tried"]] == ["standard-l1", "svd"]
-    for found in auto(kin, place, engine="adapter", budget=0.1).values():
-        # an affine map of full rank is no adapter; inside the layers there is one of this size
-        assert [row["surgery"] for row in found["tried"]] == ["affine", "deep"]
+    for found in auto(kin, place, budget=0.06, among=["affine", "darts", "deep"]).values():
+        # the affine map of full rank has 2,080 parameters, a table of 32 positions 2,048
         assert found["tried"][0]["rank"] == 16
-        assert all(row["parameters"] <= 0.1 * count for row in found["tried"])
-    for found in auto(kin, place, engine="plain", budget=0.05).values():
-        assert [row["surgery"] for row in found["tried"]] == ["deep"]
-        assert found["chosen"]["parameters"] <= 0.05 * count
+        assert [row["surgery"] for row in found["tried"]] == ["affine", "deep"]
+        assert all(row["parameters"] <= 0.06 * count for row in found["tried"])
+    for engine, among, tried in (("adapter", None, ["deep"]), ("plain", ["svd", "deep"], ["svd", "deep"])):
+        for found in auto(kin, place, engine=engine, budget=0.05, among=among).values():
+            assert [row["surgery"] for row in found["tried"]] == tried
+            assert found["chosen"]["parameters"] <= 0.05 * count
 
 
 def test_auto_hands_its_settings_on(kin: Path) -> None:
@@ -705,6 +735,13 @@ def test_bad_guard_text_is_told_before_any_work(
     with pytest.raises(error, match=message):
         open_run(path, tmp_path)
     assert not (tmp_path / "store").exists()
+
+
+def test_no_domain_is_called_guard_beside_one(kin: Path) -> None:
+    domains = {"guard": recipe()["domains"]["math"]}
+    with pytest.raises(RecipeError, match="a domain cannot be called 'guard' beside guard text"):
+        load_recipe(write(kin, "bad", **near(surgery=HEAL, guard="guard.txt", domains=domains)))
+    load_recipe(write(kin, "bad", **near(surgery=HEAL, domains=domains)))
 
 
 def test_a_guard_alone_is_measured(kin: Path, finished: tuple[Path, Path, RunResult], tmp_path: Path) -> None:

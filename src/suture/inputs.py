@@ -109,8 +109,8 @@ class Inputs:
         if not found:
             tried = ", ".join(auto.among or FITTING[auto.engine])
             raise SurgeryError(
-                f"auto: nothing fits engine {auto.engine} and budget {auto.budget}: each of {tried} is larger, or no "
-                "adapter; raise the budget, or let it choose from deep"
+                f"auto: nothing fits engine {auto.engine} and budget {auto.budget}: each of {tried} is larger: "
+                "raise the budget, or let it choose from deep"
             )
         return found
 
