@@ -14,7 +14,8 @@ import typer
 from typer.testing import CliRunner
 
 import suture
-from suture.cli import _told, app
+from suture.cli import app
+from suture.cli.app import told as _told
 from suture.store import Store
 
 COMMANDS = ("run", "merge", "capture", "bias", "calibrate", "heal", "generate", "list", "doctor")

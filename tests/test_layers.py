@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from suture.capture import capture
 from suture.errors import AttachError
-from suture.layers import Batch, Layers, blocks_of, is_linear, shape_of
+from suture.layers import Batch, Layers, blocks_of
 from suture.states import Tokens
+from suture.wiring import is_linear, shape_of
 
 ALL = sorted(ARCHITECTURES)
 SEQUENCES = [[5, 9, 30], [7], list(range(10, 35)), list(range(40, 61)), [3, 4, 5, 6], list(range(60, 83))]

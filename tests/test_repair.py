@@ -17,7 +17,7 @@ from torch import Tensor
 from suture.capture import capture
 from suture.errors import StoreError, SurgeryError
 from suture.gate import Gate, choose_strength, divergence, held_back, joint_strength
-from suture.layers import Layers, shape_of
+from suture.layers import Layers
 from suture.models import Head
 from suture.repair.distil import distil
 from suture.repair.fit import Lesson, repair
@@ -26,6 +26,7 @@ from suture.repair.patch import Change, Folding, Patch, patched
 from suture.repair.residuals import Residuals, write_residuals
 from suture.repair.svd import svd_patch
 from suture.states import HiddenCache, Tokens
+from suture.wiring import shape_of
 
 IN, OUT, N = 7, 5, 60
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,21 +20,7 @@ from suture.capture import BATCH_TOKENS, batches, pad_right
 from suture.errors import AttachError
 from suture.models import decoder_of
 from suture.states import Tokens
-
-
-@dataclass(frozen=True)
-class Writer:
-    """A linear whose output is added to the residual stream: `o_proj`, `down_proj` and their like.
-
-    Attributes:
-        name: path in the model, for example `model.layers.3.mlp.down_proj`.
-        linear: the module.
-        scale: what its output is multiplied by before it is added (1 in most architectures).
-    """
-
-    name: str
-    linear: Any
-    scale: float
+from suture.wiring import Wiring, Writer, trace
 
 
 @dataclass
@@ -82,14 +68,21 @@ class Layers:
         self.path, self.blocks = blocks_of(model)
         self.device = next(model.parameters()).device
         probe = self._begin(Tokens.of([[1, 2, 3, 4]]), BATCH_TOKENS)
-        self.closed: list[bool] = []  # whether a layer ends with its last writer
-        self.writers: list[list[Writer]] = []
-        # before each writer, and behind the last, the other linears: those that read one tensor together
-        self.readers: list[list[list[list[tuple[str, Any]]]]] = []
-        for index in range(len(self.blocks)):
-            readers = self._calls(index, probe[0])
-            self.writers.append(self._writers(index, probe[0]))
-            self.readers.append(_grouped(readers, [writer.linear for writer in self.writers[index]]))
+        with torch.inference_mode():
+            found = [self._trace(index, probe[0]) for index in range(len(self.blocks))]
+        self.writers = [wiring.writers for wiring in found]
+        self.readers = [wiring.readers for wiring in found]
+        self.closed = [wiring.closed for wiring in found]
+
+    def _trace(self, index: int, batch: Batch) -> Wiring:
+        """A layer's linears, seen on a short text, which leaves the layer then."""
+
+        def call(states: Tensor) -> Tensor:
+            return self.call(index, replace(batch, states=states))
+
+        found = trace(self.blocks[index], f"{self.path}.{index}", batch.states, call)
+        batch.states = self.call(index, batch)
+        return found
 
     def linears(self, only: Sequence[str] = ()) -> dict[str, Any]:
         """path → module of every linear that each token passes, by last names where some are given."""
@@ -234,100 +227,6 @@ class Layers:
             hook.remove()
         return batch.flat(found[0].reshape(*batch.real.shape, -1))
 
-    @torch.inference_mode()
-    def _calls(self, index: int, batch: Batch) -> list[tuple[str, Any, Tensor]]:
-        """(path, module, what enters it) of the linears that a layer calls once, in order."""
-        seen: list[tuple[str, Any, Tensor]] = []
-        hooks = []
-        for name, module in self.blocks[index].named_modules():
-            if is_linear(module) and module.weight.is_floating_point():
-                path = f"{self.path}.{index}.{name}"
-                hooks.append(
-                    module.register_forward_pre_hook(lambda own, given, path=path: seen.append((path, own, given[0])))
-                )
-        try:
-            self.call(index, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        paths = [path for path, _, _ in seen]
-        whole = batch.real.numel()
-        # an expert sees some of the tokens, and no token may have come to it here
-        return [each for each in seen if paths.count(each[0]) == 1 and each[2].numel() // each[2].shape[-1] == whole]
-
-    def _writers(self, index: int, batch: Batch) -> list[Writer]:
-        """The linears of a layer that write to the residual stream, in the order they are called.
-
-        A test output is given to each candidate, with those of all others at zero: what comes out of the layer must
-        move by the test output itself, times one number. Its size differs by token, which a norm would undo.
-        """
-        block = self.blocks[index]
-        width = batch.states.shape[-1]
-        candidates = {
-            name: module
-            for name, module in block.named_modules()
-            if is_linear(module) and shape_of(module)[1] == width and module.weight.is_floating_point()
-        }
-        order: list[str] = []
-
-        def note(name: str, out: Tensor) -> None:
-            if out.numel() == batch.states.numel():  # an expert of its own sees some tokens only
-                order.append(name)
-
-        hooks = [
-            module.register_forward_hook(lambda _, __, out, name=name: note(name, out))
-            for name, module in candidates.items()
-        ]
-        try:
-            plain = self.call(index, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        # small states: beside those of an attention sink half precision would lose the test output
-        small = batch.states / batch.states.abs().amax(-1, keepdim=True).clamp_min(1e-6)
-        calm = Batch(batch.rows, batch.real, small, batch.calls)
-        test = torch.randn(plain.shape, generator=torch.Generator().manual_seed(index))  # [B, T, H]
-        test = (test * 2.0 ** torch.arange(test.shape[1])[:, None]).to(plain)
-        found = []
-        for name in dict.fromkeys(order):
-            if order.count(name) > 1:
-                continue
-            others = [module for other, module in candidates.items() if other != name]
-            # what mixes experts has no linear to silence: there the whole part of the layer is
-            parts = [part for part in block.children() if not _holds(part, candidates[name]) and _mixes(part)]
-            for silent in (others, others + parts):
-                scale = self._scale(index, calm, candidates[name], silent, test)
-                if scale is not None:
-                    found.append(Writer(f"{self.path}.{index}.{name}", candidates[name], scale))
-                    break
-        seen = self.tap(index, batch, found, whole=True)
-        left, out = seen.residual(batch, found), batch.flat(plain)  # [n, H] each
-        self.closed.append(
-            bool(torch.allclose(left.float(), out.float(), rtol=1e-3, atol=1e-4 * float(out.abs().max())))
-        )
-        batch.states = plain
-        return found
-
-    def _scale(self, index: int, batch: Batch, module: Any, silent: list[Any], test: Tensor) -> float | None:
-        """What a linear's output is multiplied by on its way into the residual; None where it does more than add."""
-        results = []
-        for value in (torch.zeros_like(test), test):
-            hooks = [other.register_forward_hook(_silenced) for other in silent]
-            hooks.append(module.register_forward_hook(lambda _, __, out, value=value: value.reshape(out.shape)))
-            try:
-                results.append(self.call(index, batch))
-            finally:
-                for hook in hooks:
-                    hook.remove()
-        response, given = (results[1] - results[0]).float(), test.float()  # [B, T, H]
-        scale = float((response * given).sum() / (given**2).sum())
-        # [B, T] what is not explained
-        left = (response - scale * given).norm(dim=-1) / given.norm(dim=-1)
-        exact = test.dtype == torch.float32
-        if abs(scale) > 1e-6 and float(left.max()) <= (1e-3 if exact else 3e-2) * abs(scale):
-            return round(scale, 4 if exact else 3)
-        return None
-
 
 def _play(last: int, final: Tensor, index: int, states: Tensor, args: Any, kwargs: Any) -> Tensor:
     """Stands where the layers are: the last one gives states that are known, the others hand theirs on."""
@@ -356,46 +255,3 @@ class Tapped:
         for writer, out in zip(writers, self.outputs, strict=False):
             total = total + writer.scale * batch.flat(out.reshape(*batch.states.shape[:2], -1))
         return total
-
-
-def _grouped(calls: list[tuple[str, Any, Tensor]], writers: list[Any]) -> list[list[list[tuple[str, Any]]]]:
-    """Linears before each writer and behind the last, those that read one tensor together."""
-    segments: list[list[list[tuple[str, Any]]]] = [[]]
-    before: Tensor | None = None
-    for path, module, entered in calls:
-        if any(module is writer for writer in writers):
-            segments.append([])
-            before = None
-        elif before is not None and before is entered:
-            segments[-1][-1].append((path, module))
-        else:
-            segments[-1].append([(path, module)])
-            before = entered
-    return segments
-
-
-def _silenced(module: Any, given: Any, out: Any) -> Any:
-    """A forward hook: zeros in place of what a module gives."""
-    if isinstance(out, tuple):
-        return (torch.zeros_like(out[0]), *out[1:])
-    return torch.zeros_like(out)
-
-
-def _holds(part: nn.Module, module: Any) -> bool:
-    return any(each is module for each in part.modules())
-
-
-def _mixes(part: nn.Module) -> bool:
-    """Whether a part of a layer has matrices: norms have none."""
-    return any(parameter.dim() > 1 for parameter in part.parameters())
-
-
-def is_linear(module: Any) -> bool:
-    """Whether a module is a plain linear, GPT-2's kind included."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def shape_of(linear: Any) -> tuple[int, int]:
-    """(in, out) of a linear; GPT-2 stores its weights [in, out]."""
-    rows, columns = linear.weight.shape
-    return (columns, rows) if isinstance(linear, nn.Linear) else (rows, columns)

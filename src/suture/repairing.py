@@ -16,7 +16,7 @@ from suture.capture import capture
 from suture.corrections import GATED, Surgery
 from suture.gate import Gate, choose_strength, held_back, joint_strength
 from suture.inputs import RESIDUAL, Member
-from suture.layers import Layers, shape_of
+from suture.layers import Layers
 from suture.models import DTYPES
 from suture.reading import Reading
 from suture.repair.distil import distil
@@ -27,6 +27,7 @@ from suture.repair.svd import svd_patch
 from suture.states import HiddenCache, Tokens
 from suture.store import Artifact, write_json
 from suture.weights import Weights
+from suture.wiring import shape_of
 
 ANCHOR = 1.0  # weight of text of no domain beside a domain's, in a joint fit
 INSIDE = (0.5, 1.0)  # strengths to try: each but the last is another forward pass

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from suture.errors import SurgeryError
-from suture.layers import Batch, Layers, Writer, shape_of
+from suture.layers import Batch, Layers
 from suture.progress import SILENT, Progress
 from suture.repair.normal import RIDGES, Chooser, Fit, Normal
 from suture.repair.patch import Change, Patch, add, weight_of
 from suture.states import Tokens
+from suture.wiring import Writer, shape_of
 
 MASSIVE = 10.0  # times the median norm of the residual: above it a token is an attention sink
 

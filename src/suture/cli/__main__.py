@@ -1,0 +1,5 @@
+"""`python -m suture.cli` is the `suture` command."""
+
+from suture.cli import main
+
+main()

@@ -1,0 +1,126 @@
+"""`heal`, and studies of what corrections buy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from suture.cli.app import (
+    Json,
+    NoGate,
+    Quiet,
+    RecipeFile,
+    StoreFolder,
+    app,
+    console,
+    open_run,
+    print_json,
+    told,
+)
+from suture.store import check_folder
+
+if TYPE_CHECKING:
+    from suture.recipe import Recipe
+
+
+@app.command()
+def heal(
+    recipe: RecipeFile,
+    out: Annotated[
+        Optional[Path],
+        typer.Option(help="Folder for the checkpoint; `<name>-healed` by default.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the folder if it is a checkpoint.")] = False,
+    no_gate: NoGate = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    store: StoreFolder = None,
+) -> None:
+    """Repair the merged weights for all domains at once: one plain checkpoint, which stock classes load.
+
+    Layer by layer and in closed form, each linear is changed so that the merged model does on each domain's text what
+    that domain's target does. Held-out scores are printed beside the uncorrected merged model; the checkpoint is loaded
+    and compared with what was scored before it is kept. With `guard` text in the recipe its perplexity is reported too.
+    The settings are those of the recipe's first `module: heal`, if it has one.
+
+    Examples:
+
+        suture heal recipe.yaml --out healed
+
+        suture heal recipe.yaml --out healed --force --json > healed.json
+    """
+    with told(as_json):
+        from suture.corrections import Surgery
+        from suture.report.tables import HEADER, caption, rich_table, score_rows, verdicts
+
+        if out is not None:
+            check_folder(out)
+
+        def alone(read: Recipe) -> Recipe:
+            found = [each for each in read.surgery if each.module == "heal"]
+            read.surgery = found[:1] or [Surgery(module="heal")]
+            return read
+
+        job = open_run(recipe, store, quiet, gate=not no_gate, change=alone)
+        result = job.heal(out or Path(f"{job.recipe.name}-healed"), force=force)
+        if as_json:
+            return print_json(result.document())
+        terminal = console()
+        terminal.print(rich_table(caption(result.scores), HEADER, score_rows(result.scores)))
+        for line in verdicts(result.scores):
+            terminal.print(line, highlight=False, markup=False)
+        if result.strength is not None and result.strength < 1:
+            terminal.print(f"strength {result.strength:g}, chosen on prompts that were held back", highlight=False)
+        terminal.print(
+            f"\n{result.folder}   ({result.seconds:.0f} s, {result.peak / 2**30:.2f} GiB at most)",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+study_app = typer.Typer(no_args_is_help=True, help="Many corrections of one merge, compared on held-out text.")
+app.add_typer(study_app, name="study")
+
+
+@study_app.command("repair")
+def study_repair(
+    recipe: RecipeFile,
+    out: Annotated[
+        Optional[Path], typer.Option(help="Folder for results; `studies/<name>` by default.", show_default=False)
+    ] = None,
+    module: Annotated[
+        Optional[list[str]], typer.Option(help="Only this module; may be given again.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    store: StoreFolder = None,
+) -> None:
+    """Quality against parameters, seconds and calibration tokens, for every correction, domain by domain.
+
+    The recipe's merge, domains and numbers of prompts are kept; its corrections are replaced by the study's: last-layer
+    modules at several ranks, `deep`, `svd` and `asvd` at several budgets, `distil`, `heal`, the paper's own, and the
+    strongest again on fewer prompts. It takes some thirty times as long as one correction; finished ones are kept.
+
+    Examples:
+
+        suture study repair recipe.yaml
+
+        suture study repair recipe.yaml --module deep --module svd --json
+    """
+    with told(as_json):
+        from suture.report.tables import rich_table
+        from suture.study import HEADER, document, rows, widened
+        from suture.study import study_repair as carry_out
+
+        if out is not None:
+            check_folder(out)
+        job = open_run(recipe, store, quiet, change=lambda read: widened(read, module))
+        place = out or Path("studies") / str(job.recipe.name)
+        points = carry_out(job, place)
+        if as_json:
+            return print_json(document(points))
+        console().print(rich_table("Corrections on held-out text", HEADER, rows(points)))
+        typer.echo(f"{place}/study.md · study.json · study.png")
