@@ -102,8 +102,8 @@ def test_a_second_run_loads_no_model(
     assert (tmp_path / "again" / "scores.json").read_bytes() == (folder / "scores.json").read_bytes()
     assert len(result.reused) == 11
     # another recipe with the same targets and merge, and other settings of training, reads no text again either
-    other = {"module": "darts", "loss": "l1", "calibrate_on": "prompts", "rank": 2, "steps": 5, "samples": 12}
-    changed = write(family, "steps", surgery=other)
+    paper = {"calibrate_on": "prompts", "gate": False, "samples": 12}
+    changed = write(family, "steps", surgery={"module": "darts", "loss": "l1", "rank": 2, "steps": 5, **paper})
     assert {score.model for score in open_run(changed, place).run(tmp_path / "other").scores} == {
         "target",
         "merged",
