@@ -51,13 +51,75 @@ def test_demo_scores_are_honest_and_whole(demo: tuple[Path, dict[str, Any]]) -> 
     assert document["peak_bytes"] < 4 * 2**30
 
 
+def test_repair_inside_the_layers_closes_most_of_the_gap(demo: tuple[Path, dict[str, Any]]) -> None:
+    """The published module closes a tenth to a fifth of it, and a LoRA extracted without data less than `deep`."""
+    kl = {
+        (row["domain"], row["model"]): row["value"]
+        for row in demo[1]["scores"]
+        if (row["metric"], row["split"]) == ("kl", "heldout")
+    }
+    for domain in ("code", "math", "instruct"):
+        closed = {
+            model: 1 - kl[domain, model] / kl[domain, "merged"]
+            for model in ("darts", "auto", "affine", "svd", "deep", "heal")
+        }
+        assert closed["deep"] >= 0.92
+        assert closed["heal"] >= 0.9
+        assert closed["deep"] > closed["svd"]
+        assert closed["auto"] >= 1.5 * closed["darts"]
+        assert min(closed.values()) >= 0
+    guard = {row["model"]: row["value"] for row in demo[1]["scores"] if row["domain"] == "guard"}
+    assert guard["heal"] <= 1.01 * guard["merged"]
+    assert not list((demo[0] / "store" / "residuals").glob("[0-9a-f]*"))
+
+
+def test_the_healed_checkpoint_is_what_was_scored(demo: tuple[Path, dict[str, Any]]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place, document = demo
+    done = suture("heal", str(RECIPE), "--out", str(place / "healed"), "--json", store=place / "store")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["difference"] < 1e-4
+    rows = {(row["domain"], row["model"], row["metric"], row["split"]): row["value"] for row in document["scores"]}
+    for row in found["scores"]:
+        if row["split"] == "heldout":
+            expected = rows[row["domain"], row["model"], row["metric"], row["split"]]
+            assert row["value"] == pytest.approx(expected, abs=1e-9)
+    model = AutoModelForCausalLM.from_pretrained(place / "healed")
+    tokenizer = AutoTokenizer.from_pretrained(place / "healed")
+    prompt = tokenizer("Question: A box holds 6 eggs. How many eggs are in 4 boxes?\nAnswer:", return_tensors="pt")
+    text = tokenizer.decode(model.generate(**prompt, max_new_tokens=24, do_sample=False)[0])
+    assert "24" in text
+
+
+def test_a_deep_adapter_is_loaded_by_peft(demo: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import PeftModel
+
+    from suture.capture import capture
+    from suture.pipeline import Run, read_recipe
+    from suture.repair.patch import Patch, patched
+    from suture.store import Store
+
+    monkeypatch.setenv("SUTURE_HOME", HOME)
+    place, _ = demo
+    job = Run(read_recipe(place / "run"), store=Store(place / "store"))
+    model = job.merged_model()
+    tokens = job.tokens(job.members["code"], "heldout").first(2)
+    folder = place / "run" / "surgery" / "code" / "deep"
+    with patched(model, Patch.load(folder)):
+        expected = capture(model, tokens).states
+    adapted = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    torch.testing.assert_close(capture(adapted, tokens).states, expected, atol=1e-3, rtol=1e-3)
+
+
 def test_second_run_reuses_everything_and_says_the_same(demo: tuple[Path, dict[str, Any]]) -> None:
     place, document = demo
     done = suture("run", str(RECIPE), "--out", str(place / "again"), "--json", store=place / "store")
     assert done.returncode == 0, done.stderr
     again = json.loads(done.stdout)
     assert again["scores"] == document["scores"]
-    assert len(again["reused"]) == 16
+    assert "heal" in again["reused"]
     assert again["peak_bytes"] < 2 * 2**30  # no language model was loaded
 
 
