@@ -43,8 +43,7 @@ def main() -> None:
     tokens = job.tokens(member, "responses")
     target = Layers(load_model(member.checkpoint, job.dtype, job.device))
     merged = job.layers
-    surgery = Surgery(module="deep", budget=given.budget)
-    rank = max(1, int(given.budget * job.donor.count) // job._cost(surgery))
+    rank = max(1, int(given.budget * job.donor.count) // job._cost())
     rows: dict[str, list[float]] = {"forward": [], "residuals": [], "fit": []}
     for _ in range(given.rounds):
         began = time.perf_counter()

@@ -4,7 +4,7 @@
     python examples/full/train.py math --data gsm8k_train.jsonl
     python examples/full/train.py instruct --data gpteacher_roleplay.json
 
-The data are codegen-instruct and roleplay-instruct of GPTeacher and the training part of GSM8K, all under MIT, as files.
+The data are files: codegen-instruct and roleplay-instruct of GPTeacher and the training part of GSM8K, all under MIT.
 Models go to `examples/full/models/<domain>`, which git ignores.
 """
 

@@ -112,8 +112,8 @@ class Repairing(Reading):
             lessons = [self._lesson(each, surgery) for each in members]
             if surgery.module == "heal" and self.guard is not None:
                 lessons.append(self._anchor(self.guard[0]))
-            rank = self._rank(surgery) if surgery.rank or surgery.budget else None
-            only = surgery.linears or ()
+            only = self._only(surgery)
+            rank = self._rank(surgery, only) if surgery.rank or surgery.budget else None
             done = repair(layers, lessons, rank=rank, only=only, dtype=dtype, progress=self.progress, stage=stage)
             return done.patch, {"losses": [], "rank": rank, "linears": done.choices}, done.states
         (member,) = members
@@ -241,20 +241,30 @@ class Repairing(Reading):
         """How many of the last calibration prompts are held back: by the gate, or to choose ridges and ranks."""
         return held_back(len(self._text(member, surgery))) if surgery.gate or surgery.module in RESIDUAL else 0
 
-    def _rank(self, surgery: Surgery) -> int:
-        """The mean rank over the linears that are changed."""
-        return surgery.rank or max(1, self._budget(surgery) // self._cost(surgery))
+    def _only(self, surgery: Surgery) -> Sequence[str]:
+        """Last names of the linears to change, none for all: where a budget is less than rank 1 of all, the writers."""
+        if surgery.linears is not None or surgery.budget is None or self._budget(surgery) >= self._cost():
+            return surgery.linears or ()
+        writers = {writer.name.rsplit(".", 1)[-1] for each in self.layers.writers for writer in each}
+        self.progress.note(
+            f"{surgery.label}: budget {surgery.budget:g} is less than rank 1 of all linears, which takes "
+            f"{self._cost() / self.donor.count:.2g}: only {', '.join(sorted(writers)) or 'all'} are changed"
+        )
+        return sorted(writers)
+
+    def _rank(self, surgery: Surgery, only: Sequence[str] = ()) -> int:
+        """The mean rank over the linears that are changed; 1 at least, also where the budget is for less."""
+        return surgery.rank or max(1, self._budget(surgery) // self._cost(only))
 
     def _budget(self, surgery: Surgery) -> int:
         """Numbers that a patch may hold."""
         if surgery.budget is not None:
             return int(surgery.budget * self.donor.count)
-        return (surgery.rank or 16) * self._cost(surgery)
+        return (surgery.rank or 16) * self._cost(surgery.linears or ())
 
-    def _cost(self, surgery: Surgery) -> int:
+    def _cost(self, only: Sequence[str] = ()) -> int:
         """Numbers that rank 1 takes."""
-        linears = self.layers.linears(surgery.linears or ())
-        return max(1, sum(sum(shape_of(module)) for module in linears.values()))
+        return max(1, sum(sum(shape_of(module)) for module in self.layers.linears(only).values()))
 
     def _name(self) -> str:
         """What an adapter says it belongs to: the merged model, which only its maker can name."""

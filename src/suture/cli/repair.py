@@ -60,7 +60,7 @@ def heal(
 
         def alone(read: Recipe) -> Recipe:
             found = [each for each in read.surgery if each.module == "heal"]
-            read.surgery = found[:1] or [Surgery(module="heal")]
+            read.surgery = found[:1] or [Surgery(module="heal", samples=read.samples)]
             return read
 
         job = open_run(recipe, store, quiet, gate=not no_gate, change=alone)

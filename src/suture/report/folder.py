@@ -34,7 +34,9 @@ def write_folder(
     for domain, modules in surgeries.items():
         for label, artifact in modules.items():
             with replaced_folder(folder / "surgery" / domain / label) as work:
-                shutil.copytree(artifact.path, work, dirs_exist_ok=True)
+                # a patch of full matrices is as large as the model: `suture heal` folds it into a checkpoint
+                left = shutil.ignore_patterns("patch.safetensors")
+                shutil.copytree(artifact.path, work, dirs_exist_ok=True, ignore=left)
             histories.setdefault(domain, {})[label] = read_history(artifact, domain)
     figures = folder / "figures"
     draw_scores(scores, figures / "scores.png")
