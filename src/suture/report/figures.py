@@ -13,7 +13,10 @@ from suture.evaluate.heldout import GUARD, Score
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 COLOURS = {"target": "#9ca3af", "merged": "#1f2430"}
-SURGERIES = ("#2563eb", "#d97706", "#059669", "#be185d", "#7c3aed", "#0891b2")
+SURGERIES = (
+    "#2563eb", "#d97706", "#059669", "#be185d", "#7c3aed", "#0891b2", "#65a30d", "#dc2626", "#a16207", "#4338ca",
+)  # fmt: skip
+MANY = 4  # bars a domain, above which their figures stand upright
 METRICS = {
     "kl": "KL to the target (nats), lower is better",
     "agreement": "top-1 agreement with the target, higher is better",
@@ -142,13 +145,15 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
             heights = [value[domain, model] for domain in domains]
             place = np.arange(len(domains)) - 0.4 + width * (index + 0.5)
             bars = axis.bar(place, heights, width=0.92 * width, color=paint[model], label=model)
-            axis.bar_label(bars, [f"{height:.3g}" for height in heights], fontsize=7, color=MUTED, padding=1)
+            texts = [f"{height:.2g}" if abs(height) < 0.1 else f"{height:.3g}" for height in heights]
+            turned = 90 if len(shown) > MANY else 0
+            axis.bar_label(bars, texts, fontsize=7, color=MUTED, padding=2, rotation=turned)
         axis.axhline(0, color=MUTED, linewidth=0.8)
         axis.set_xticks(np.arange(len(domains)), domains)
         axis.set_title(title, loc="left")
         axis.grid(axis="y", color=GRID)
         axis.set_axisbelow(True)
-        axis.margins(y=0.12)
+        axis.margins(y=0.25 if len(shown) > MANY else 0.12)
     handles, labels = axes.flat[2].get_legend_handles_labels()  # perplexity shows every model
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle("Held-out text: what each target wrote for prompts that nobody calibrated on", x=0.01, ha="left")
