@@ -390,3 +390,10 @@ def test_what_is_a_linear() -> None:
     assert is_linear(nn.Linear(2, 3))
     assert is_linear(tiny_model("gpt2").transformer.h[0].attn.c_proj)
     assert not is_linear(nn.Embedding(2, 3))
+
+
+def test_what_is_no_linear_of_every_token_is_named() -> None:
+    assert Layers(tiny_model("llama")).left_alone() == []
+    assert Layers(tiny_model("gpt2")).left_alone() == []
+    experts = Layers(tiny_model("mixtral")).left_alone()
+    assert experts == ["mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

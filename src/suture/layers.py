@@ -93,6 +93,17 @@ class Layers:
                 found |= {writer.name: writer.linear for writer in writers[place : place + 1]}
         return {path: module for path, module in found.items() if not only or path.rsplit(".", 1)[-1] in only}
 
+    def left_alone(self) -> list[str]:
+        """Matrices of the layers that are no such linear, each once: fused experts, or what few tokens pass."""
+        known = {id(module.weight) for module in self.linears().values()}
+        names = [
+            name
+            for block in self.blocks
+            for name, weight in block.named_parameters()
+            if weight.dim() > 1 and id(weight) not in known
+        ]
+        return list(dict.fromkeys(names))
+
     def __len__(self) -> int:
         return len(self.blocks)
 

@@ -115,7 +115,13 @@ class Repairing(Reading):
             only = self._only(surgery)
             rank = self._rank(surgery, only) if surgery.rank or surgery.budget else None
             done = repair(layers, lessons, rank=rank, only=only, dtype=dtype, progress=self.progress, stage=stage)
-            return done.patch, {"losses": [], "rank": rank, "linears": done.choices}, done.states
+            left = layers.left_alone()
+            if left:
+                self.progress.note(
+                    f"{surgery.label} leaves {', '.join(left)} alone: fused, or not passed by every token"
+                )
+            history = {"losses": [], "rank": rank, "linears": done.choices, "left_alone": left}
+            return done.patch, history, done.states
         (member,) = members
         losses: list[float] = []
         if surgery.module == "distil":
