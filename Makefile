@@ -27,7 +27,7 @@ test: $(BIN)/suture
 	$(BIN)/python -m pytest
 
 test-slow: base ## minutes: real models
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --durations=8
 
 check: $(BIN)/suture
 	$(BIN)/ruff format --check .
