@@ -37,13 +37,18 @@ class AdapterReader:
         tensor: Tensor | None = self.base.get_tensor(key, device, aliases, raise_on_missing)
         if tensor is None or key not in self.factors:
             return tensor
-        down, up, scale = self.factors[key]
-        delta = (up.to(device).float() @ down.to(device).float()) * scale  # [out, in]
-        return (tensor.float() + (delta.T if self.transposed else delta)).to(tensor.dtype)
+        return with_lora(tensor, self.factors[key], self.transposed)
 
     def flush(self) -> None:
         """Close the base's shard."""
         self.base.flush()
+
+
+def with_lora(weight: Tensor, factors: tuple[Tensor, Tensor, float], transposed: bool) -> Tensor:
+    """W + (alpha / r) B A in W's dtype, summed in float32; `transposed` weights are stored [in, out]."""
+    down, up, scale = factors
+    delta = (up.to(weight.device).float() @ down.to(weight.device).float()) * scale  # [out, in]
+    return (weight.float() + (delta.T if transposed else delta)).to(weight.dtype)
 
 
 def lora_factors(checkpoint: Checkpoint) -> dict[str, tuple[Tensor, Tensor, float]]:

@@ -27,9 +27,3 @@ def patch_key(artifact: Artifact) -> str:
     """The key that states of a patched model are kept under: that of the patch which `auto` chose, if it did."""
     chosen = artifact.path / "auto.json"
     return str(json.loads(chosen.read_text())["chosen"]["key"]) if chosen.exists() else artifact.key
-
-
-def strength_of(artifact: Artifact) -> float | None:
-    """The strength that a patch for all domains was given; None where nothing was held back to choose it."""
-    found: float | None = json.loads((artifact.path / "history.json").read_text()).get("strength")
-    return found

@@ -15,7 +15,7 @@ from suture.correcting import Correcting
 from suture.errors import PromptError, RecipeError
 from suture.evaluate.heldout import GUARD, Score, perplexity, score_calibration, score_heldout
 from suture.export.plain import write_plain
-from suture.history import patch_key, read_history, strength_of
+from suture.history import patch_key, read_history
 from suture.inputs import Member
 from suture.reading import check_checkpoint_folder
 from suture.recipe import Recipe, load_recipe, parse_recipe
@@ -212,8 +212,9 @@ class Run(Correcting):
         scores = [score for member in self.members.values() for score in self.score(member)]
         scores += self.score_guard()
         (surgery,) = self.recipe.surgery
-        artifact = self.calibrate(next(iter(self.members.values())), surgery)
-        strength = strength_of(artifact)
+        first = next(iter(self.members.values()))
+        artifact = self.calibrate(first, surgery)
+        strength = read_history(artifact, first.name)["strength"]
 
         def extra(folder: Path) -> None:
             document = {"recipe": self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from suture.adapter import lora_factors
+from suture.adapter import lora_factors, with_lora
 from suture.checkpoint import Checkpoint, header
 
 
@@ -38,9 +38,7 @@ class Weights:
         with safe_open(self._files[name], framework="pt") as shard:
             weight: Tensor = shard.get_tensor(name).float()
         if name in self.factors:
-            down, up, scale = self.factors[name]
-            delta = (up.float() @ down.float()) * scale  # [out, in]
-            weight = weight + (delta.T if self.transposed else delta)
+            weight = with_lora(weight, self.factors[name], self.transposed)
         return weight
 
 

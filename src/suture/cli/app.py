@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -19,6 +19,7 @@ from suture.progress import SILENT, Progress, TerminalProgress
 from suture.store import check_folder
 
 if TYPE_CHECKING:
+    from suture.evaluate.heldout import Score
     from suture.pipeline import Run
     from suture.recipe import Recipe
 
@@ -126,6 +127,17 @@ def console() -> Any:
 
     found = Console()
     return found if found.is_terminal else Console(width=120)
+
+
+def print_scores(scores: Sequence[Score], place: str, more: Sequence[str] = ()) -> None:
+    """Held-out scores as a table, what they say in sentences with more behind them, and where the results are."""
+    from suture.report.tables import HEADER, caption, rich_table, score_rows, verdicts
+
+    terminal = console()
+    terminal.print(rich_table(caption(scores), HEADER, score_rows(scores)))
+    for line in [*verdicts(scores), *more]:
+        terminal.print(line, highlight=False, markup=False)
+    terminal.print(f"\n{place}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_rows(title: str, rows: list[dict[str, Any]], left: int = 1) -> None:

@@ -17,6 +17,7 @@ from suture.cli.app import (
     console,
     open_run,
     print_json,
+    print_scores,
     told,
 )
 from suture.store import check_folder
@@ -53,7 +54,6 @@ def heal(
     """
     with told(as_json):
         from suture.corrections import Surgery
-        from suture.report.tables import HEADER, caption, rich_table, score_rows, verdicts
 
         if out is not None:
             check_folder(out)
@@ -67,17 +67,11 @@ def heal(
         result = job.heal(out or Path(f"{job.recipe.name}-healed"), force=force)
         if as_json:
             return print_json(result.document())
-        terminal = console()
-        terminal.print(rich_table(caption(result.scores), HEADER, score_rows(result.scores)))
-        for line in verdicts(result.scores):
-            terminal.print(line, highlight=False, markup=False)
-        if result.strength is not None and result.strength < 1:
-            terminal.print(f"strength {result.strength:g}, chosen on prompts that were held back", highlight=False)
-        terminal.print(
-            f"\n{result.folder}   ({result.seconds:.0f} s, {result.peak / 2**30:.2f} GiB at most)",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+        partly = result.strength is not None and result.strength < 1
+        print_scores(
+            result.scores,
+            f"{result.folder}   ({result.seconds:.0f} s, {result.peak / 2**30:.2f} GiB at most)",
+            [f"strength {result.strength:g}, chosen on prompts that were held back"] if partly else [],
         )
 
 

@@ -14,10 +14,10 @@ from suture.cli.app import (
     RecipeFile,
     StoreFolder,
     app,
-    console,
     open_run,
     print_json,
     print_rows,
+    print_scores,
     told,
 )
 from suture.store import check_folder
@@ -46,26 +46,18 @@ def run(
         suture run recipe.yaml --out results/first --json > first.json
     """
     with told(as_json):
-        from suture.report.tables import HEADER, caption, rich_table, score_rows, verdicts
-
         if out is not None:
             check_folder(out)
         job = open_run(recipe, store, quiet, gate=not no_gate)
         result = job.run(out or Path("runs") / str(job.recipe.name))
         if as_json:
             return print_json(result.document())
-        terminal = console()
-        terminal.print(rich_table(caption(result.scores), HEADER, score_rows(result.scores)))
-        for line in verdicts(result.scores):
-            terminal.print(line, highlight=False, markup=False)
         count = len(result.reused)
         kept = f", {count} stage{'s' if count > 1 else ''} reused" if count else ""
-        terminal.print(
-            f"\n{result.folder}/report.md · figures/ · scores.json   "
+        print_scores(
+            result.scores,
+            f"{result.folder}/report.md · figures/ · scores.json   "
             f"({result.seconds:.0f} s, {result.peak / 2**30:.2f} GiB at most{kept})",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
 
 
