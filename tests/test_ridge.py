@@ -44,6 +44,19 @@ def test_full_rank_is_weighted_ridge_regression(ridge: float) -> None:
     np.testing.assert_allclose(found.offset.numpy(), (mean_y - torch.from_numpy(expected) @ mean_x).numpy(), atol=1e-9)
 
 
+def test_without_an_offset_nothing_is_centred() -> None:
+    """numpy's least squares on rows as they are."""
+    x, y, w = data()
+    found = solve(Moments.of(x, y, w), 0.3, H, offset=False)
+    root = w.sqrt()[:, None]
+    penalty = 0.3 * float((w[:, None] * x**2).sum() / H)
+    a = torch.cat([root * x, penalty**0.5 * torch.eye(H, dtype=torch.float64)])
+    b = torch.cat([root * y, torch.zeros(H, H, dtype=torch.float64)])
+    expected = np.linalg.lstsq(a.numpy(), b.numpy(), rcond=None)[0].T
+    np.testing.assert_allclose((found.up @ found.down).numpy(), expected, atol=1e-9)
+    assert not bool(found.offset.any())
+
+
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_reduced_rank_is_the_best_map_of_that_rank(rank: int) -> None:
     """No descent from random starts finds a smaller penalised error."""

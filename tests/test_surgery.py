@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from suture.errors import StoreError, SurgeryError
+from suture.gate import at_strength
 from suture.losses import LOSSES, Batch, get_loss
 from suture.states import HiddenCache, Tokens
 from suture.surgery import MODULES, Surgery, load_surgery, make_surgery, save_surgery
@@ -33,9 +34,9 @@ def bottleneck(content: torch.nn.Module, h: Tensor) -> Tensor:
 
 def literal(name: str, module: Surgery, h: Tensor, t: int) -> Tensor:
     """Corrected state of one token: Eq. 3, Eq. 4 and the variants of Table 11."""
-    if name == "affine":
-        down, up, offset = (t.double() for t in (module.down.weight, module.up.weight, module.up.bias))
-        return h - (up @ (down @ h) + offset)
+    if name in ("affine", "linear"):
+        down, up = module.down.weight.double(), module.up.weight.double()
+        return h - up @ (down @ h) - (module.up.bias.double() if name == "affine" else 0)
     row = torch.zeros(H, dtype=torch.float64)
     if name == "cosine":
         phase = min(math.log(1 + t) / math.log(T_MAX), 1.0)
@@ -72,7 +73,7 @@ def test_new_module_is_the_identity_but_can_learn(name: str) -> None:
     h = torch.randn(6, H)
     assert torch.equal(module(h, POSITIONS), h)
     (module(h, POSITIONS) ** 2).sum().backward()
-    up = module.up if name == "affine" else module.content.up
+    up = module.up if name in ("affine", "linear") else module.content.up
     assert float(up.weight.grad.abs().sum()) > 0
     if name == "cosine":
         assert bool((module.weights.grad.abs().sum(1) > 0).all())
@@ -129,7 +130,7 @@ def test_the_strength_is_kept_and_multiplies_the_correction(name: str, strength:
     if strength == 0:
         assert torch.equal(found(states, positions), states)
     tokens = Tokens.of([[1, 2, 3], [4, 5, 6]])
-    at = found.at(HiddenCache(tokens, states.reshape(6, H)))
+    at = at_strength(found, HiddenCache(tokens, states.reshape(6, H)))
     torch.testing.assert_close(at(strength).view(2, 3, H), found(states, positions))
     assert torch.equal(at(0.0), states.reshape(6, H))
 

@@ -125,7 +125,7 @@ def calibrate(
     history: list[float] = []
     began = time.monotonic()
     if solved:
-        surgery, details = _solve(given, wanted, criterion, rank, progress, stage)
+        surgery, details = _solve(MODULES[module], given, wanted, criterion, rank, progress, stage)
     else:
         details = {"rank": rank}
         if start == "median":
@@ -207,9 +207,15 @@ def _start_at_medians(
 
 
 def _solve(
-    merged: HiddenCache, target: HiddenCache, criterion: Criterion, rank: int, progress: Progress, stage: str
+    kind: type[Surgery],
+    merged: HiddenCache,
+    target: HiddenCache,
+    criterion: Criterion,
+    rank: int,
+    progress: Progress,
+    stage: str,
 ) -> tuple[Surgery, dict[str, Any]]:
-    """The affine map nearest to h - h*, its ridge chosen by cross-validation over prompts.
+    """The affine or linear map nearest to h - h*, its ridge chosen by cross-validation over prompts.
 
     A map of rank r needs more than r tokens: with fewer the rank is lowered, and `details` says to what.
     """
@@ -224,11 +230,12 @@ def _solve(
         ):
             prompts.append(Moments.of(one, one.double() - two.double(), weight))
             advance(1)
-        choice = cross_validate(prompts, rank)
+        assert issubclass(kind, Affine)
+        choice = cross_validate(prompts, rank, offset=kind.offset)
     found = choice.solution
     errors = {f"{ridge:g}": error for ridge, error in choice.errors.items()}
     details = {"rank": rank, "ridge": choice.ridge, "ridge_errors": errors}
-    return Affine.of(found.down.float(), found.up.float(), found.offset.float()), details
+    return kind.of(found.down.float(), found.up.float(), found.offset.float()), details
 
 
 def rho_rows(cache: HiddenCache) -> Tensor:

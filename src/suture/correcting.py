@@ -8,7 +8,7 @@ from typing import Any
 
 from suture.calibrate import calibrate, rho, rho_rows
 from suture.corrections import AUTO, Surgery
-from suture.gate import choose_strength, held_back
+from suture.gate import at_strength, choose_strength, held_back
 from suture.history import read_history
 from suture.inputs import Member
 from suture.losses import NEED_HEADS
@@ -87,7 +87,7 @@ class Correcting(Repairing):
             )
             gate = None
             if judged is not None and decode is not None and decode_target is not None:
-                gate = choose_strength(*judged, done.surgery.at(judged[0]), decode, decode_target)
+                gate = choose_strength(*judged, at_strength(done.surgery, judged[0]), decode, decode_target)
                 done.surgery.strength = gate.strength
             save_surgery(done.surgery, folder, dtype)
             history = {

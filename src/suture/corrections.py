@@ -14,7 +14,7 @@ LAYERED = {
     "distil": "baseline: a LoRA trained by gradients to the target's distributions",
 }
 AUTO = "auto"
-OWN_LOSS = {"standard": "l1", "affine": "l2"}  # the others' is ewl1
+OWN_LOSS = {"standard": "l1", "affine": "l2", "linear": "l2"}  # the others' is ewl1
 GATED = "responses"  # the text that a gate looks at, whatever a correction was fitted on
 BUDGET = 0.001  # of the model's parameters, the paper's
 DISTIL_STEPS = 50
@@ -38,7 +38,7 @@ class Surgery(Strict):
     loss: str | None = Field(
         None,
         description="`suture list losses` names them; by default the module's own: `l1` for `standard`, `l2` for "
-        "`affine`, `ewl1` for the others. What acts inside the layers has none to choose.",
+        "`affine` and `linear`, `ewl1` for the others. What acts inside the layers has none to choose.",
     )
     rank: int | None = Field(
         None,
@@ -67,8 +67,8 @@ class Surgery(Strict):
     among: list[str] | None = Field(
         None,
         min_length=1,
-        description="For `auto`: modules to choose from; by default those of `standard`, `darts`, `affine`, `cosine` "
-        "and `deep` that fit the engine.",
+        description="For `auto`: modules to choose from; by default `standard`, `darts`, `affine`, `cosine` and `deep` "
+        "where anything can run, `linear` and `deep` for the other engines.",
     )
     gate: bool = Field(
         True,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from suture.losses import Decode, shared_rows
 from suture.states import HiddenCache
+from suture.surgery import Surgery
 
 STRENGTHS = (0.25, 0.5, 0.75, 1.0)
 SHARE = 0.2  # of the calibration prompts that are held back
@@ -54,6 +55,14 @@ def divergence(states: Tensor, wanted: Tensor, decode: Decode, decode_target: De
         gap = target - torch.log_softmax(logits, -1)
         found.append(torch.linalg.vecdot(target.exp(), gap).float().cpu())
     return torch.cat(found) if found else torch.empty(0)
+
+
+@torch.no_grad()
+def at_strength(surgery: Surgery, cache: HiddenCache) -> Callable[[float], Tensor]:
+    """strength → [N, H] corrected states of a cache; the correction is computed once."""
+    states = cache.states.float()
+    correction = surgery.correction(states, cache.tokens.positions.to(states.device))
+    return lambda strength: (states - strength * correction).to(cache.states.dtype)
 
 
 def choose_strength(

@@ -19,11 +19,11 @@ from suture.store import Artifact, Store
 from suture.surgery import MODULES, make_surgery
 
 RESIDUAL = ("deep", "heal")  # need the targets' residual streams
-_LAST = tuple(name for name in MODULES if name not in ("add", "parallel"))
+_LAST = tuple(name for name in MODULES if name not in ("add", "parallel", "linear"))
 FITTING = {
     "anything": (*_LAST, "deep"),
-    "plain": ("deep",),
-    "adapter": ("deep",),
+    "plain": ("linear", "deep"),
+    "adapter": ("linear", "deep"),
 }
 
 
@@ -95,7 +95,9 @@ class Inputs:
             SurgeryError: when nothing fits its engine and budget.
         """
         shared = auto.model_dump(include=SHARED)
-        ranks: dict[str, tuple[int | None, ...]] = {"affine": (16, self.width or 16), "deep": (4, 16)}
+        full = self.width or 16
+        linear = (16,) if auto.engine == "adapter" else (16, full)  # a LoRA of full rank is as large as the head
+        ranks: dict[str, tuple[int | None, ...]] = {"affine": (16, full), "linear": linear, "deep": (4, 16)}
         most = auto.budget * self.donor.count if auto.budget else float("inf")
         found = []
         for name in auto.among or FITTING[auto.engine]:

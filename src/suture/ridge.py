@@ -1,7 +1,8 @@
 """Weighted ridge and reduced-rank regression in closed form, from sums over tokens: memory of H^2, not of tokens x H.
 
 The model is y = M x + b with rank M <= r, fitted by minimising sum_t w_t ||y_t - M x_t - b||^2 + k ||M||^2, where
-k = ridge x the mean diagonal of the weighted, centred Gram matrix of x. The offset b is not penalised. For a rank below
+k = ridge x the mean diagonal of the weighted, centred Gram matrix of x. The offset b is not penalised; without one
+(b = 0) nothing is centred. For a rank below
 H the truncated solution is the exact minimiser: with R = (G + k I)^-1/2 and C the cross sums, the best rank-r M^T is R
 times the rank-r truncation of R C.
 """
@@ -72,17 +73,18 @@ class Solution:
 
 
 class Basis:
-    """The eigenvectors of a centred Gram matrix: made once, they solve for every ridge and rank.
+    """The eigenvectors of a Gram matrix, centred where there is an offset: they solve for every ridge and rank.
 
     Raises:
         ValueError: when no token has weight.
     """
 
-    def __init__(self, moments: Moments) -> None:
+    def __init__(self, moments: Moments, offset: bool = True) -> None:
         if not float(moments.weight) > 0:
             raise ValueError("no token has weight")
-        self.mean_x, self.mean_y = moments.x / moments.weight, moments.y / moments.weight
-        gram = moments.xx - torch.outer(moments.x, self.mean_x)  # [H, H], centred
+        share = float(offset) / moments.weight
+        self.mean_x, self.mean_y = moments.x * share, moments.y * share
+        gram = moments.xx - torch.outer(moments.x, self.mean_x)  # [H, H]
         cross = moments.xy - torch.outer(moments.x, self.mean_y)
         self.level = gram.diagonal().mean()
         values, self.vectors = torch.linalg.eigh(gram)  # G = Q diag(values) Q^T
@@ -104,13 +106,13 @@ class Basis:
         return Solution(down, up, self.mean_y - up @ (down @ self.mean_x))
 
 
-def solve(moments: Moments, ridge: float, rank: int) -> Solution:
+def solve(moments: Moments, ridge: float, rank: int, offset: bool = True) -> Solution:
     """The minimiser of the penalised squared error among maps of at most this rank.
 
     Raises:
         ValueError: when no token has weight.
     """
-    return Basis(moments).solve(ridge, rank)
+    return Basis(moments, offset).solve(ridge, rank)
 
 
 def truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +136,12 @@ class Choice:
 
 
 def cross_validate(
-    prompts: Sequence[Moments], rank: int, ridges: Sequence[float] = RIDGES, folds: int = FOLDS
+    prompts: Sequence[Moments],
+    rank: int,
+    ridges: Sequence[float] = RIDGES,
+    folds: int = FOLDS,
+    *,
+    offset: bool = True,
 ) -> Choice:
     """Choose the ridge by cross-validation over prompts, then fit on all of them.
 
@@ -143,19 +150,20 @@ def cross_validate(
         rank: at most this.
         ridges: strengths to try.
         folds: at most this many groups.
+        offset: whether b is fitted, or 0.
     """
     groups = [_sum(prompts[start :: min(folds, len(prompts))]) for start in range(min(folds, len(prompts)))]
     whole = _sum(groups)
     errors = dict.fromkeys(ridges, 0.0)
     if len(groups) > 1:
         for group in groups:
-            rest = Basis(whole - group)
+            rest = Basis(whole - group, offset)
             for ridge in ridges:
                 errors[ridge] += rest.solve(ridge, rank).error(group) / float(whole.yy)
         best = min(ridges, key=lambda ridge: errors[ridge])
     else:
         best = 1.0  # one prompt cannot be left out
-    return Choice(solve(whole, best, rank), best, errors)
+    return Choice(solve(whole, best, rank, offset), best, errors)
 
 
 def _sum(moments: Sequence[Moments]) -> Moments:

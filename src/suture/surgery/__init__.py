@@ -14,6 +14,7 @@ from suture.surgery.affine import Affine
 from suture.surgery.base import Surgery
 from suture.surgery.cosine import Cosine
 from suture.surgery.darts import Darts
+from suture.surgery.linear import Linear
 from suture.surgery.parallel import Parallel
 from suture.surgery.standard import Standard
 
@@ -23,6 +24,7 @@ MODULES: dict[str, type[Surgery]] = {
     "add": Add,
     "parallel": Parallel,
     "affine": Affine,
+    "linear": Linear,
     "cosine": Cosine,
 }
 
@@ -32,6 +34,7 @@ __all__ = [
     "Affine",
     "Cosine",
     "Darts",
+    "Linear",
     "Parallel",
     "Standard",
     "Surgery",

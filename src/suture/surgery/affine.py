@@ -12,13 +12,15 @@ class Affine(Surgery):
     """h - (A B h + b): any rank up to H. 2 r H + H parameters; squared losses are solved in closed form."""
 
     solved_by = frozenset({"l2", "ewl2"})
+    offset = True  # whether a constant is subtracted too
 
     def __init__(self, hidden: int, rank: int = 16, t_max: int = 512) -> None:
         super().__init__(hidden, rank, t_max)
         self.down = nn.Linear(hidden, rank, bias=False)  # B [r, H]
-        self.up = nn.Linear(rank, hidden)  # A [H, r], b [H]
+        self.up = nn.Linear(rank, hidden, bias=self.offset)  # A [H, r], b [H]
         nn.init.zeros_(self.up.weight)
-        nn.init.zeros_(self.up.bias)
+        if self.offset:
+            nn.init.zeros_(self.up.bias)
 
     def correction(self, states: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.up(self.down(states))
@@ -26,11 +28,12 @@ class Affine(Surgery):
 
     @classmethod
     def of(cls, down: Tensor, up: Tensor, offset: Tensor) -> Affine:
-        """From B [r, H], A [H, r] and b [H]."""
+        """From B [r, H], A [H, r] and b [H], of which a module without a constant has none."""
         rank, hidden = down.shape
         module = cls(hidden, rank)
         with torch.no_grad():
             module.down.weight.copy_(down)
             module.up.weight.copy_(up)
-            module.up.bias.copy_(offset)
+            if module.offset:
+                module.up.bias.copy_(offset)
         return module

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-
-from suture.states import HiddenCache
 
 
 class Surgery(nn.Module):
@@ -38,13 +34,6 @@ class Surgery(nn.Module):
         correction = self.correction(states.float(), positions)
         # at full strength nothing is multiplied: the bits are those of the module alone
         return (states.float() - (correction if self.strength == 1 else self.strength * correction)).to(states.dtype)
-
-    @torch.no_grad()
-    def at(self, cache: HiddenCache) -> Callable[[float], Tensor]:
-        """strength → [N, H] corrected states of a cache; the correction is computed once."""
-        states = cache.states.float()
-        correction = self.correction(states, cache.tokens.positions.to(states.device))
-        return lambda strength: (states - strength * correction).to(cache.states.dtype)
 
     def offsets(self) -> Tensor:
         """What is subtracted at each position whatever the state, [T_max, H]; with `offset_table` alone."""
