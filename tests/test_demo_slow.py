@@ -80,7 +80,8 @@ def test_the_healed_checkpoint_is_what_was_scored(demo: tuple[Path, dict[str, An
     done = suture("heal", str(RECIPE), "--out", str(place / "healed"), "--json", store=place / "store")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["difference"] < 1e-4
+    assert found["verified"][0]["logits"] < 1e-5
+    assert found["verified"][0]["greedy"] == "144/144"
     rows = {(row["domain"], row["model"], row["metric"], row["split"]): row["value"] for row in document["scores"]}
     for row in found["scores"]:
         if row["split"] == "heldout":

@@ -329,9 +329,9 @@ def test_heal_writes_a_plain_checkpoint_that_does_what_was_scored(
     job = open_run(kin / "all.yaml", place)
     model, merged = plain_model(out), job.merged_model()
     targets = {"math": plain_model(kin / "full"), "chat": load(f"{kin}/base+{kin}/lora", device="cpu")[0]}
-    assert set(told) == {"folder", "strength", "difference", "scores", "seconds", "peak_bytes"}
-    assert (told["folder"], told["strength"]) == (str(out), 1)
-    assert told["difference"] < 1e-5
+    assert (told["folder"], told["to"]) == (str(out), "plain")
+    assert told["corrections"]["*"]["strength"] == 1
+    assert told["verified"][0]["logits"] < 1e-5
     for domain, target in targets.items():
         tokens = job.tokens(job.members[domain], "heldout")
         made = job.calibrate(job.members[domain], job.surgery("heal"))
@@ -396,7 +396,7 @@ def test_a_merged_checkpoint_is_healed_too(
     ready = near(surgery=HEAL, guard="guard.txt", merge=None, merged=str(tmp_path / "merged"))
     path = write(kin, "ready", **ready)
     told = healed(path, tmp_path / "healed", finished[0])
-    assert told["difference"] < 1e-5
+    assert told["verified"][0]["logits"] < 1e-5
     model, other = plain_model(tmp_path / "healed"), plain_model(checkpoint[0])
     assert set(model.state_dict()) == set(other.state_dict())
     for name, tensor in other.state_dict().items():

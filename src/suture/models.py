@@ -145,6 +145,15 @@ def model_from_tensors(config: Any, tensors: dict[str, Tensor], dtype: torch.dty
     return model.to(device).eval().requires_grad_(False)
 
 
+def empty_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """A model of a checkpoint's class without weights, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def check_loaded(info: dict[str, Any], name: str) -> None:
     """Refuse a model of which transformers had to invent or leave out weights."""
     faults = {
@@ -278,11 +287,7 @@ class Head:
         """Read a head that `save` wrote; the decoder is never built in memory."""
         import json
 
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = empty_model(folder, trust_remote_code=trust_remote_code)
         head = cls(model, json.loads((folder / "head.json").read_text())["decoder"])
         head.model.load_state_dict(load_file(folder / "head.safetensors", device=str(device or "cpu")), assign=True)
         head.model.eval().requires_grad_(False)

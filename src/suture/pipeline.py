@@ -14,10 +14,8 @@ from suture.capture import capture
 from suture.correcting import Correcting
 from suture.errors import PromptError, RecipeError
 from suture.evaluate.heldout import GUARD, Score, perplexity, score_calibration, score_heldout
-from suture.export.plain import write_plain
 from suture.history import patch_key, read_history
 from suture.inputs import Member
-from suture.reading import check_checkpoint_folder
 from suture.recipe import Recipe, load_recipe, parse_recipe
 from suture.repair.patch import Patch, patched
 from suture.states import HiddenCache, Tokens
@@ -45,29 +43,6 @@ class RunResult:
             "seconds": self.seconds,
             "peak_bytes": self.peak,
             "reused": self.reused,
-        }
-
-
-@dataclass(frozen=True)
-class HealResult:
-    """What came of healing: scores, strength, how near the checkpoint is to what was scored, time, memory in bytes."""
-
-    folder: Path
-    scores: list[Score]
-    strength: float | None
-    difference: float
-    seconds: float
-    peak: int
-
-    def document(self) -> dict[str, Any]:
-        """As plain data, for `--json`."""
-        return {
-            "folder": str(self.folder),
-            "strength": self.strength,
-            "difference": self.difference,
-            "scores": [score.row() for score in self.scores],
-            "seconds": self.seconds,
-            "peak_bytes": self.peak,
         }
 
 
@@ -199,32 +174,6 @@ class Run(Correcting):
         result = RunResult(out, scores, seconds, peak_memory(), list(self.reused), summaries)
         write_json(out / "run.json", self.provenance(result))
         return result
-
-    def heal(self, out: Path, *, force: bool = False) -> HealResult:
-        """One correction for all domains, scored, and folded into a plain checkpoint.
-
-        Raises:
-            RecipeError: before any work, when the folder is in the way.
-            SurgeryError: when the checkpoint does not do what was scored; it is not kept then.
-        """
-        check_checkpoint_folder(out, force)
-        self.capture()
-        scores = [score for member in self.members.values() for score in self.score(member)]
-        scores += self.score_guard()
-        (surgery,) = self.recipe.surgery
-        first = next(iter(self.members.values()))
-        artifact = self.calibrate(first, surgery)
-        strength = read_history(artifact, first.name)["strength"]
-
-        def extra(folder: Path) -> None:
-            document = {"recipe": self.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)}
-            rows = [score.row() for score in scores]
-            write_json(folder / "suture.json", {**document, "versions": versions(), "scores": rows})
-
-        difference = write_plain(self, Patch.load(artifact.path), out, extra=extra)
-        self.release()
-        seconds = time.monotonic() - self.started
-        return HealResult(out, scores, strength, difference, seconds, peak_memory())
 
     def about(self) -> list[str]:
         """What a reader of the report should know first, a line each."""

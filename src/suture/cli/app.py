@@ -20,6 +20,7 @@ from suture.store import check_folder
 
 if TYPE_CHECKING:
     from suture.evaluate.heldout import Score
+    from suture.exporting import Exported
     from suture.pipeline import Run
     from suture.recipe import Recipe
 
@@ -138,6 +139,20 @@ def print_scores(scores: Sequence[Score], place: str, more: Sequence[str] = ()) 
     for line in [*verdicts(scores), *more]:
         terminal.print(line, highlight=False, markup=False)
     terminal.print(f"\n{place}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_export(done: Exported) -> None:
+    """An export's held-out scores, what it was compared with, and where it is."""
+    rows = done.manifest["corrections"].items()
+    partly = [(name, row["strength"]) for name, row in rows if row["strength"] is not None and row["strength"] < 1]
+    more = [f"{name}: strength {strength:g}, chosen on prompts that were held back" for name, strength in partly]
+    for found in done.manifest["verified"]:
+        measure = "logprobs" if "logprobs" in found else "logits"
+        more.append(
+            f"loaded by {found['engine']} in a process of its own: {measure} within {found[measure]:.1g} of the model "
+            f"that was scored, {found['greedy']} greedy tokens equal"
+        )
+    print_scores(done.scores, f"{done.folder}   ({done.seconds:.0f} s, {done.peak / 2**30:.2f} GiB at most)", more)
 
 
 def print_rows(title: str, rows: list[dict[str, Any]], left: int = 1) -> None:

@@ -16,8 +16,8 @@ from suture.cli.app import (
     app,
     console,
     open_run,
+    print_export,
     print_json,
-    print_scores,
     told,
 )
 from suture.store import check_folder
@@ -43,7 +43,8 @@ def heal(
 
     Layer by layer and in closed form, each linear is changed so that the merged model does on each domain's text what
     that domain's target does. Held-out scores are printed beside the uncorrected merged model; the checkpoint is loaded
-    and compared with what was scored before it is kept. With `guard` text in the recipe its perplexity is reported too.
+    in a process of its own and compared with what was scored. It is what `export --to plain` writes of the recipe's
+    `heal`. With `guard` text in the recipe its perplexity is reported too.
     The settings are those of the recipe's first `module: heal`, if it has one.
 
     Examples:
@@ -64,15 +65,12 @@ def heal(
             return read
 
         job = open_run(recipe, store, quiet, gate=not no_gate, change=alone)
-        result = job.heal(out or Path(f"{job.recipe.name}-healed"), force=force)
+        from suture.exporting import Exporting, Options
+
+        done = Exporting(job, "plain", Options(force=force)).export(out or Path(f"{job.recipe.name}-healed"))
         if as_json:
-            return print_json(result.document())
-        partly = result.strength is not None and result.strength < 1
-        print_scores(
-            result.scores,
-            f"{result.folder}   ({result.seconds:.0f} s, {result.peak / 2**30:.2f} GiB at most)",
-            [f"strength {result.strength:g}, chosen on prompts that were held back"] if partly else [],
-        )
+            return print_json(done.document())
+        print_export(done)
 
 
 study_app = typer.Typer(no_args_is_help=True, help="Many corrections of one merge, compared on held-out text.")

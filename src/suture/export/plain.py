@@ -1,71 +1,74 @@
-"""A plain checkpoint: a patch folded into the merged weights. Stock classes load it, and it costs nothing to run."""
+"""The merged model as a checkpoint in a folder, as it is or with a correction in its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from suture.capture import capture
 from suture.checkpoint import parse_reference, resolve
-from suture.errors import SurgeryError
-from suture.models import load_model
-from suture.repair.patch import Folding, Patch, patched
+from suture.export.shards import Change, link_shards
 from suture.repairing import Repairing
-from suture.sidecars import copy_code, copy_tokenizer
-from suture.states import Tokens
-from suture.store import replaced_folder
-
-SEQUENCES = 2  # of each domain's held-out text, to compare with
-EXACT, ROUNDED = 1e-3, 1e-1  # of the largest state: in float32 throughout, and where weights are stored in less
+from suture.sidecars import copy_code, copy_tokenizer, generation_config
 
 
-def write_plain(job: Repairing, patch: Patch, out: Path, *, extra: Callable[[Path], None] | None = None) -> float:
-    """Write the merged checkpoint with a patch in its weights; it is loaded and compared before it is kept.
+def write_checkpoint(job: Repairing, folder: Path, change: Change | None = None) -> list[str]:
+    """Write the merged checkpoint; at most one shard is in memory, and shards that do not change are linked.
+
+    A merge that `suture merge` has not kept is carried out here, tensor by tensor.
 
     Args:
-        out: a folder, which is replaced.
-        extra: writes further files into the folder.
+        folder: an empty one.
+        change: a correction to put into the weights.
 
     Returns:
-        Largest difference of held-out states between the checkpoint and what was scored, over the largest state.
+        What was copied from where, a sentence each.
 
     Raises:
-        SurgeryError: when the checkpoint lacks a linear of the patch, or does not do what was scored: it is not kept.
+        SurgeryError: when the checkpoint lacks a tensor that the correction changes.
     """
-    texts = [job.tokens(member, "heldout").first(SEQUENCES) for member in job.members.values()]
-    with replaced_folder(out) as folder:
-        with patched(job.layers.model, patch) as model:
-            known = [capture(model, text).states for text in texts]
-            if job.merge is None:
-                model.save_pretrained(folder)
-        job.release_model()
-        if job.merge is not None:
-            folding = Folding(patch)
-            job.merge.write(folder, job.progress, folding)
-            folding.check()
+    kept = job.merged_artifact()
+    notes: list[str] = []
+    if job.merge is not None and kept is None:
+        job.merge.write(folder, job.progress, change)
+        notes.append("tokenizer, generation config and chat template: as mergekit writes them")
+    elif kept is None and job.donor.adapter is not None:
+        model = job.merged_model()
+        model.save_pretrained(folder)
+        _sidecars(job, folder)
+        if change is not None:
+            work = folder / "merged"
+            work.mkdir()
+            for file in folder.glob("model*.safetensors*"):
+                file.rename(work / file.name)
+            link_shards(work, folder, change)
+            shutil.rmtree(work)
+    else:
+        source = kept.path if kept else job.donor.base
+        notes += link_shards(source, folder, change)
+        if kept:
+            for file in source.iterdir():
+                if file.is_file() and ".safetensors" not in file.name and file.name != "spec.json":
+                    shutil.copyfile(file, folder / file.name)
+            notes.append("tokenizer, generation config and chat template: as mergekit writes them")
         else:
-            copy_tokenizer(job.donor.base, folder)
-            copy_code(job.donor.base, folder)
-        if extra is not None:
-            extra(folder)
-        difference = _difference(job, folder, texts, known)
-        half = any(dtype != "F32" for dtype, _ in resolve(parse_reference(str(folder))).tensors.values())
-        allowed = ROUNDED if half or job.dtype != torch.float32 else EXACT
-        if not difference <= allowed:
-            raise SurgeryError(
-                f"the checkpoint's states differ from those that were scored by {difference:.2g} of the largest, more "
-                f"than {allowed:g}: it is not kept"
-            )
-    return difference
+            shutil.copyfile(source / "config.json", folder / "config.json")
+            notes += _sidecars(job, folder)
+    if change is not None:
+        change.finish(folder)
+    return notes
 
 
-def _difference(job: Repairing, folder: Path, texts: list[Tokens], known: list[Tensor]) -> float:
-    with job.progress.stage("check the checkpoint", 1):
-        remote = job.recipe.trust_remote_code
-        written = load_model(resolve(parse_reference(str(folder))), job.dtype, job.device, trust_remote_code=remote)
-        found = [capture(written, text).states.float() for text in texts]
-    largest = max(float(states.abs().max()) for states in known)
-    return max(float((one - two.float()).abs().max()) for one, two in zip(found, known, strict=True)) / largest
+def _sidecars(job: Repairing, folder: Path) -> list[str]:
+    """Tokenizer, code and generation settings of the merged checkpoint, which stops where any target stops."""
+    source = job.donor.base
+    copy_tokenizer(source, folder)
+    copy_code(source, folder)
+    targets = [resolve(parse_reference(member.domain.target, job.recipe.folder)) for member in job.members.values()]
+    settings = generation_config([source, *(target.base for target in targets)])
+    settings.save_pretrained(folder)
+    missing = (
+        [] if (source / "generation_config.json").exists() else ["a generation config was made, the merged has none"]
+    )
+    if not (folder / "tokenizer_config.json").exists():
+        missing.append("the merged checkpoint has no tokenizer: none was copied")
+    return [*missing, "tokenizer and chat template: of the merged checkpoint", "end tokens: of it and of all targets"]

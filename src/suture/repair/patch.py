@@ -172,19 +172,28 @@ class Folding:
         self.patch = patch
         self.left = set(patch.changes)
 
+    def _find(self, name: str) -> str | None:
+        path = name.removesuffix(".weight")
+        if not name.endswith(".weight"):
+            return None
+        return next((each for each in self.left if each == path or each.endswith(f".{path}")), None)
+
+    def touches(self, name: str) -> bool:
+        """Whether a tensor of this name changes."""
+        return self._find(name) is not None
+
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor with its change added, in its own dtype."""
-        path = name.removesuffix(".weight")
-        found = next((each for each in self.left if each == path or each.endswith(f".{path}")), None)
-        if found is None or not name.endswith(".weight"):
+        found = self._find(name)
+        if found is None:
             return tensor
         self.left.discard(found)
         changed = tensor.clone()
         add(changed, self.patch.delta(found))
         return changed
 
-    def check(self) -> None:
-        """Refuse a checkpoint that went by without some of the linears.
+    def finish(self, folder: Path) -> None:
+        """Refuse a checkpoint, written into a folder, that went by without some of the linears.
 
         Raises:
             SurgeryError: naming the first of them.
