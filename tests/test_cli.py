@@ -18,7 +18,21 @@ from suture.cli import app
 from suture.cli.app import told as _told
 from suture.store import Store
 
-COMMANDS = ("run", "merge", "capture", "bias", "calibrate", "heal", "generate", "list", "doctor")
+COMMANDS = (
+    "run",
+    "merge",
+    "capture",
+    "bias",
+    "calibrate",
+    "heal",
+    "export",
+    "generate",
+    "list",
+    "doctor",
+    "chat",
+    "serve",
+    "push",
+)
 GOOD = "merged: {merged}\ndomains:\n  math: {{target: {merged}, prompts: math.txt}}\n"
 
 

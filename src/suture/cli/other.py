@@ -30,7 +30,10 @@ def generate(
     domain: Annotated[
         str,
         typer.Option(
-            "--domain", "-d", help="Whose correction acts; also chooses the chat template.", show_default=False
+            "--domain",
+            "-d",
+            help="Whose correction acts; also chooses the chat template. `auto`: as a router says, by the prompt.",
+            show_default=False,
         ),
     ],
     prompt: Annotated[
@@ -38,7 +41,10 @@ def generate(
     ] = None,
     surgery: Annotated[
         Optional[str],
-        typer.Option(help="Which correction, by label; the recipe's last by default.", show_default=False),
+        typer.Option(
+            help="Which correction, by label; the recipe's last by default (for `auto` the last on the final states).",
+            show_default=False,
+        ),
     ] = None,
     uncorrected: Annotated[bool, typer.Option("--uncorrected", help="The merged model as it is.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,
@@ -46,14 +52,20 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.")] = 1.0,
     seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is: no template of the recipe.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="With `auto`: put the prompt into the merged model's chat template.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     store: StoreFolder = None,
 ) -> None:
     """Write text with the corrected model, token by token.
 
-    The domain is named by you and never guessed. What the recipe does to prompts (its template, the chat template) is
-    done to this one too, unless `--raw`.
+    The domain is named by you. What the recipe does to prompts (its template, the chat template) is done to this one
+    too, unless `--raw`.
+
+    With `-d auto` a router names the domain from what the merged model makes of the prompt, or abstains, and then
+    nothing is corrected. The prompt is taken as it is, and must have the form that the recipe gives its own.
 
     Examples:
 
@@ -62,6 +74,8 @@ def generate(
         suture generate runs/smollm2 -d code --uncorrected < prompt.txt
 
         suture generate recipe.yaml -d math --surgery standard-l1 --temperature 0.7 --seed 3 -p "..."
+
+        suture generate runs/smollm2 -d auto --chat -p "Write a limerick about a lighthouse."
     """
     with told(as_json):
         if prompt is None and sys.stdin.isatty():
@@ -69,19 +83,30 @@ def generate(
         if uncorrected and surgery is not None:
             raise SutureError("--surgery names a correction, --uncorrected asks for none: leave one of them out")
         job = open_run(recipe, store, quiet)
-        from suture.generate import Settings, generate_text
+        from suture.generate import AUTO, Settings, generate_text
+        from suture.routing import routable
 
-        (member,) = job.chosen([domain])
+        routed = domain == AUTO and AUTO not in job.members
+        if routed and uncorrected:
+            raise SutureError("-d auto chooses a correction, --uncorrected asks for none: name a domain")
+        if chat and not routed:
+            raise SutureError("--chat is for -d auto: the recipe says whether a domain has a chat template")
+        if chat and raw:
+            raise SutureError("--raw leaves the prompt as it is, --chat does not: leave one of them out")
+        member = None if routed else job.chosen([domain])[0]
         settings = Settings(max_new_tokens, temperature, top_p, seed)
-        label = None if uncorrected else job.surgery(surgery).label
+        label = None if uncorrected else (routable(job, surgery) if routed else job.surgery(surgery)).label
         text = prompt if prompt is not None else sys.stdin.read().removesuffix("\n").removesuffix("\r")
         if not text.strip():
             raise SutureError("the prompt is empty")
         stream = None if as_json else lambda piece: typer.echo(piece, nl=False)
-        answer = generate_text(job, member, text, label, settings, raw=raw, stream=stream)
+        answer = generate_text(job, member, text, label, settings, raw=raw, chat=chat, stream=stream)
         if as_json:
             return print_json({"domain": domain, "surgery": label, "prompt": text, **answer})
         typer.echo()
+        if routed:
+            chosen = answer["routed"]
+            job.progress.note(f"routed: {chosen}, {label}" if chosen else "routed: abstained, nothing was corrected")
 
 
 @app.command("list")
