@@ -81,7 +81,7 @@ def test_the_healed_checkpoint_is_what_was_scored(demo: tuple[Path, dict[str, An
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["verified"][0]["logits"] < 1e-5
-    assert found["verified"][0]["greedy"] == "144/144"
+    assert found["verified"][0]["greedy"] == "96/96"
     rows = {(row["domain"], row["model"], row["metric"], row["split"]): row["value"] for row in document["scores"]}
     for row in found["scores"]:
         if row["split"] == "heldout":
@@ -112,6 +112,35 @@ def test_a_deep_adapter_is_loaded_by_peft(demo: tuple[Path, dict[str, Any]], mon
         expected = capture(model, tokens).states
     adapted = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     torch.testing.assert_close(capture(adapted, tokens).states, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "label"), [("hf", "auto"), ("adapter", "deep"), ("plain", "affine")])
+def test_exports_do_what_was_scored_and_talk(demo: tuple[Path, dict[str, Any]], kind: str, label: str) -> None:
+    """Each in a process of its own; then a conversation from the command line."""
+    place, document = demo
+    out = place / kind
+    more = ["--domain", "math"] if kind == "plain" else []
+    run = ("export", str(place / "run"), "--to", kind, "--surgery", label, "--out", str(out), "--json", *more)
+    done = suture(*run, store=place / "store")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (checked,) = found["verified"]
+    assert checked["logits"] <= 1e-5
+    right, count = map(int, checked["greedy"].split("/"))
+    assert right == count >= 90
+    name = "linear" if label == "affine" else label  # a head without bias holds no constant
+    closed = {row["model"]: row["value"] for row in found["scores"] if (row["domain"], row["metric"]) == ("math", "kl")}
+    assert closed[name] < closed["merged"]
+    if kind == "hf":
+        router = json.loads((out / "suture.json").read_text())["router"]
+        assert router["accuracy"] >= 0.95
+        assert router["outside_abstained"] >= 0.9
+    environment = {**os.environ, "SUTURE_HOME": HOME, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "suture.cli", "chat", str(out), "--domain", "math", "--max-new-tokens", "24"]
+    question = "A box holds 6 eggs. How many eggs are in 4 boxes?\n"
+    talked = subprocess.run(command, env=environment, input=question, capture_output=True, text=True)
+    assert talked.returncode == 0, talked.stderr
+    assert "24" in talked.stdout
 
 
 def test_second_run_reuses_everything_and_says_the_same(demo: tuple[Path, dict[str, Any]]) -> None:
