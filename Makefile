@@ -11,7 +11,7 @@ $(BIN)/suture: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,gguf]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,gguf,serve]"
 	@touch $(BIN)/suture
 
 setup: $(BIN)/suture ## venv with suture and everything to develop it

@@ -15,7 +15,8 @@ from huggingface_hub import ModelCard
 from tiny import tiny_model, tiny_tokenizer
 
 from suture.evaluate.heldout import GUARD, Score
-from suture.export.card import licences_of, public_recipe, public_reference, write_card
+from suture.export.card import write_card
+from suture.export.public import licences_of, public_recipe, public_reference
 from suture.push import local_paths
 from suture.report.tables import HEADER, markdown_table, score_rows
 

@@ -117,7 +117,7 @@ def test_a_deep_adapter_is_loaded_by_peft(demo: tuple[Path, dict[str, Any]], mon
 @pytest.mark.parametrize(("kind", "label"), [("hf", "auto"), ("adapter", "deep"), ("plain", "affine")])
 def test_exports_do_what_was_scored_and_talk(demo: tuple[Path, dict[str, Any]], kind: str, label: str) -> None:
     """Each in a process of its own; then a conversation from the command line."""
-    place, document = demo
+    place, _ = demo
     out = place / kind
     more = ["--domain", "math"] if kind == "plain" else []
     run = ("export", str(place / "run"), "--to", kind, "--surgery", label, "--out", str(out), "--json", *more)

@@ -82,9 +82,8 @@ def test_what_is_no_export(tmp_path, checkpoint):
 
 def test_an_export_that_was_not_verified(tmp_path):
     export = write_export(tmp_path / "export", verified=[])
-    with pytest.raises(ModelError, match="--unverified"):
+    with pytest.raises(ModelError, match="was not verified"):
         plan_push(export, "org/name")
-    assert plan_push(export, "org/name", unverified=True).notes == ("this export was not verified",)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +382,7 @@ def test_a_failed_upload_says_how_to_go_on(export, hub):
 
 def test_licences_are_asked_for_at_the_hub_which_need_not_know(hub, tmp_path):
     hub.add("org/known")
-    code = "from suture.export.card import licences_of; print(licences_of(['org/known', 'org/unknown']))"
+    code = "from suture.export.public import licences_of; print(licences_of(['org/known', 'org/unknown']))"
     said = hub.run("-c", code, HF_HOME=str(tmp_path)).stdout
     assert said.strip() == str({"org/known": "other (own)", "org/unknown": None})
     assert ("GET", "/api/models/org/unknown") in hub.requests

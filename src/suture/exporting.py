@@ -17,15 +17,15 @@ from torch import Tensor
 from suture.attach import attach, detach
 from suture.checkpoint import header, weight_files
 from suture.corrections import AUTO
-from suture.errors import SurgeryError
+from suture.errors import SurgeryError, did_you_mean
 from suture.evaluate.heldout import Score
-from suture.export.card import licences_of, write_card
+from suture.export.card import write_card
 from suture.export.gguf import check_written, convert, find_converter, refuse_early, try_vocabulary
 from suture.export.head import HeadFolding, head_lora, head_path
 from suture.export.kinds import CODE, WEIGHTS
 from suture.export.manifest import describe
 from suture.export.plain import write_checkpoint
-from suture.export.public import parents
+from suture.export.public import licences_of, parents
 from suture.export.remote import class_names, write_remote
 from suture.export.verify import (
     GGUF_LIMITS,
@@ -96,6 +96,7 @@ class Exporting:
     def __init__(self, job: Run, kind: str, options: Options) -> None:
         self.job, self.kind, self.options = job, kind, options
         self.notes: list[str] = []
+        self.exact = False  # whether all that is compared is stored and computed in float32
 
     @cached_property
     def stock(self) -> Any:
@@ -115,6 +116,15 @@ class Exporting:
         """
         job, (surgery,) = self.job, self.job.recipe.surgery
         check_checkpoint_folder(out, self.options.force)
+        for place, mark in ((out, "suture.json"), (failed_folder(out), "failed.json")):
+            if place.exists() and not (place.is_dir() and (not any(place.iterdir()) or (place / mark).exists())):
+                raise SurgeryError(f"{place} is no export, so it is not replaced: choose another folder")
+        taken = {AUTO, "none"} & set(job.members)
+        if taken and self.kind in CODE:
+            raise SurgeryError(f"a domain cannot be called {min(taken)!r} in an export: rename it in the recipe")
+        if self.options.outtype not in GGUF_LIMITS:
+            raise SurgeryError(f"--outtype: {did_you_mean(self.options.outtype, GGUF_LIMITS)}")
+        self._default(list(job.members))
         need_engine(self.engine, self.options.python)
         if self.kind in CODE:
             class_names(self.stock)
@@ -143,7 +153,7 @@ class Exporting:
         Raises:
             VerificationError: when the export does not do what was scored; it lies in `<out>.failed` then.
         """
-        job = self.job
+        job, out = self.job, out.expanduser().resolve()
         self.check(out)
         job.capture(keep=True)
         scores = [score for member in job.members.values() for score in job.score(member)] + job.score_guard()
@@ -159,8 +169,8 @@ class Exporting:
             cases = self._reference(parts, router)
         job.release_model()
         manifest = describe(job, self.kind, made, scores)
-        manifest |= {"default": self._default(list(made), routing is not None), "router": routing}
-        failed = out.with_name(f"{out.name}.failed")
+        manifest |= {"default": self._default(list(made)), "router": routing}
+        failed = failed_folder(out)
         with replaced_folder(out) as folder:
             with job.progress.stage("write", 1):
                 self._write(folder, parts, router, manifest["default"])
@@ -194,18 +204,20 @@ class Exporting:
             else:
                 assert isinstance(first, Affine)
                 self.notes += write_checkpoint(job, folder, HeadFolding(self.stock, first, job.donor.tensors))
+            self.exact = job.dtype == torch.float32 and _exact(folder)
             if self.kind == "gguf":
                 self._convert(folder)
             return
         self.notes += write_checkpoint(job, folder)
+        self.exact = job.dtype == torch.float32  # no weight is rounded anew
         if self.kind in CODE:
             surgeries = {name: part for name, part in parts.items() if isinstance(part, Surgery)}
             write_remote(folder, surgeries, self.stock, router=router, default=default)
             return
-        exact = _exact(folder)
         for name, part in parts.items():
             patch = part if isinstance(part, Patch) else self._head_lora(folder, part)
-            dtype = torch.float32 if exact and not isinstance(part, Patch) else torch.bfloat16
+            # a patch is stored as it was scored; W A is new
+            dtype = torch.bfloat16 if isinstance(part, Patch) else torch.float32
             patch.save(folder / "adapters" / name, str(job.recipe.name), dtype)
 
     def _head_lora(self, folder: Path, surgery: Surgery) -> Patch:
@@ -246,7 +258,7 @@ class Exporting:
         def routed(ids: Tensor) -> str | None:
             with torch.inference_mode():
                 states = model.get_decoder()(input_ids=ids[None].to(model.device), use_cache=False).last_hidden_state
-            index = int(router(states[:, -1])[0])
+            index = int(router(states[:, -1].float().cpu())[0])
             return list(parts)[index] if index >= 0 else None
 
         first = next(iter(texts))
@@ -261,11 +273,14 @@ class Exporting:
         finally:
             if attached is not None:
                 detach(model)
+                for each in surgeries.values():
+                    each.cpu()  # where checkpoints are written
 
     def _verify(self, folder: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
         job, python = self.job, self.options.python
-        exact = job.dtype == torch.float32 and _exact(folder)
-        limit = GGUF_LIMITS[self.options.outtype] if self.kind == "gguf" else LIMITS[self.engine] if exact else ROUNDED
+        limit = LIMITS[self.engine] if self.exact else ROUNDED[self.engine]
+        if self.kind == "gguf":
+            limit = max(GGUF_LIMITS[self.options.outtype], limit)
         remote = job.recipe.trust_remote_code
         found = []
         if self.kind == "vllm":  # transformers loads it too
@@ -283,9 +298,9 @@ class Exporting:
 
         return fit(self.job), measure(self.job).row()
 
-    def _default(self, domains: Sequence[str], routed: bool) -> str | None:
+    def _default(self, domains: Sequence[str]) -> str | None:
         """What acts when no domain is asked for."""
-        wanted = self.options.default
+        wanted, routed = self.options.default, self.kind in CODE and len(domains) > 1
         if wanted is None:
             return AUTO if routed else domains[0] if self.kind in CODE else None
         known = [*domains, *([AUTO] if routed else []), "none"]
@@ -294,6 +309,11 @@ class Exporting:
                 f"--default: {wanted!r} is none of {', '.join(known)}, or --to {self.kind} has none to choose"
             )
         return None if wanted == "none" else wanted
+
+
+def failed_folder(out: Path) -> Path:
+    """Where an export is kept that does not do what was scored."""
+    return out.with_name(f"{out.name}.failed")
 
 
 def _load(artifact: Artifact) -> Surgery | Patch:

@@ -19,8 +19,8 @@ from suture.exported import open_export
 NAME = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)[A-Za-z0-9_]([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
 LONGEST = 96  # characters that the hub takes
 BELONGS = (  # `*` includes folders here
-    *("*.safetensors", "*.gguf", "*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.png"),
-    *("README.md", "LICENSE*", "NOTICE*"),
+    *("*.safetensors", "*.gguf", "*.json", "*.jinja", "*.txt", "*.model", "*.png"),
+    *("tokenizer*", "vocab.*", "modeling_suture.py", "README.md", "LICENSE*", "NOTICE*"),
 )
 PASSED_OVER = (".git", ".cache", "__pycache__", ".DS_Store")  # left behind by git, the hub's client, Python and macOS
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -80,7 +80,6 @@ def plan_push(
     public: bool = False,
     branch: str | None = None,
     message: str | None = None,
-    unverified: bool = False,
 ) -> Push:
     """Check an export folder and list what would be sent; connects to nothing.
 
@@ -93,15 +92,12 @@ def plan_push(
     if folder.resolve().name.endswith(".failed"):
         raise ModelError(f"{folder} failed its verification (failed.json says why): export it again")
     export = open_export(folder)
-    if not export.manifest.get("verified") and not unverified:
-        raise ModelError(
-            f"{folder} was not verified: nobody has compared it with what was scored. Export it again without "
-            "--no-verify, or push it with --unverified"
-        )
+    if not export.manifest.get("verified"):
+        raise ModelError(f"{folder} was not verified: nobody has compared it with what was scored. Export it again")
     files = _files(folder)
     _check_weights(folder, export.kind, files)
     _check_texts(folder, files)
-    notes = [] if export.manifest.get("verified") else ["this export was not verified"]
+    notes = []
     if "README.md" not in files:
         notes.append("there is no model card (README.md)")
     elif card_licence(folder / "README.md") is None:

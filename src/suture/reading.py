@@ -57,7 +57,7 @@ class Reading(Plan):
             # what is repaired inside the layers is this model
             self._kept = model if keep or repairs else None
             del model
-            _free()
+            free_memory()
         else:
             self._reuse("states of the merged model")
 
@@ -81,7 +81,7 @@ class Reading(Plan):
                 self._keep_residuals(model, member, split)
             self._keep_states(model, member.fingerprint, member, split, f"read {name} {split}, target")
         del model
-        _free()
+        free_memory()
 
     def _write(self, model: Any, member: Member, split: str) -> None:
         """Let a target continue the prompts of a split."""
@@ -216,7 +216,8 @@ def check_checkpoint_folder(out: Path, force: bool) -> None:
         raise RecipeError(f"{out} exists: choose another folder, or --force to replace it")
 
 
-def _free() -> None:
+def free_memory() -> None:
+    """Give what no model holds any more back to the device, for other processes too."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -18,7 +17,7 @@ from suture.gate import Gate, choose_strength, held_back, joint_strength
 from suture.inputs import RESIDUAL, Member
 from suture.layers import Layers
 from suture.models import DTYPES
-from suture.reading import Reading
+from suture.reading import Reading, free_memory
 from suture.repair.distil import distil
 from suture.repair.fit import Lesson, repair
 from suture.repair.patch import Patch, patched
@@ -65,7 +64,7 @@ class Repairing(Reading):
         """Let the merged model go; it is made again when it is needed again."""
         self.__dict__.pop("layers", None)
         self._kept = None
-        gc.collect()
+        free_memory()
 
     def repair(self, member: Member, surgery: Surgery) -> Artifact:
         """A patch with its history; `heal` is one for all domains. States of held-out text are kept beside it."""

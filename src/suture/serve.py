@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from suture.checkpoint import read_json
 from suture.errors import ModelError, ResourceError, SutureError, did_you_mean
+from suture.export.usage import RANKS, lora_rank
 from suture.exported import AUTO, REMOTE, Export, Opened
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 ENGINES = ("auto", "vllm", "transformers")
 NEEDED = ("fastapi", "uvicorn", "openai")  # what transformers' server needs beyond transformers
 SERVER = "5.24"  # of transformers: the oldest whose server has these parts
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM makes room for
 
 
 def names(export: Export, name: str | None = None) -> dict[str, str | None]:
     """Model name → domain, in the order in which they are listed: the name alone is the export's default."""
     base = name or export.name
+    if ":" in base:
+        raise ModelError(f"--name: {base!r} has a colon, which parts name and domain: leave it out")
     first = export.domains[0] if export.fixed else export.default
     words = [*export.domains, *([AUTO] if export.router else [])]
     return {base: first, **{f"{base}:{word}": word for word in words}}
@@ -110,19 +112,20 @@ def _lora(name: str, path: Path) -> str:
 
 
 def _rank(export: Export) -> int:
-    """The least rank that vLLM makes room for and that holds every adapter's."""
-    most = 1
-    for domain in export.domains:
-        settings = read_json(export.adapter(domain) / "adapter_config.json", "an adapter needs one")
-        most = max(most, int(settings["r"]), *map(int, (settings.get("rank_pattern") or {}).values()))
-    if most > RANKS[-1]:
-        raise ModelError(f"{export.folder} has adapters of rank {most}, vLLM's limit is {RANKS[-1]}: use transformers")
-    return next(rank for rank in RANKS if rank >= most)
+    found = lora_rank([export.adapter(domain) for domain in export.domains])
+    if found is None:
+        raise ModelError(f"{export.folder} has adapters of rank above {RANKS[-1]}, vLLM's limit: use transformers")
+    return found
 
 
 def execute(command: list[str]) -> NoReturn:
-    """Become the server; `vllm` need not be on the path."""
-    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *command[1:]])
+    """Become the server; `vllm` need not be on the path.
+
+    Not through vLLM's own command: it asks for the version of a package of that name, which its builds for CPUs lack.
+    """
+    folder, *options = command[2:]
+    module = "vllm.entrypoints.openai.api_server"
+    os.execv(sys.executable, [sys.executable, "-m", module, "--model", folder, *options])
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -221,8 +221,13 @@ class Store:
 
 
 def _open_to_readers(folder: Path) -> None:
-    """Folders 755 and files 644: some libraries write files that only their owner can read."""
+    """Folders 755 and files 644: some libraries write files that only their owner can read.
+
+    A file with a second name is somebody's, who gave it its mode.
+    """
     for path in (folder, *folder.rglob("*")):
+        if path.is_file() and path.stat().st_nlink > 1:
+            continue
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 

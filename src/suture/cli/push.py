@@ -25,9 +25,6 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what would be sent, and connect to nothing.")
     ] = False,
-    unverified: Annotated[
-        bool, typer.Option("--unverified", help="Also an export that was written without verification.")
-    ] = False,
     branch: Annotated[
         Optional[str],
         typer.Option("--revision", "--branch", help="A branch; made if it is not there.", show_default=False),
@@ -53,7 +50,7 @@ def push(
         from suture.push import plan_push
         from suture.push import push as carry_out
 
-        plan = plan_push(folder, repository, public=public, branch=branch, message=message, unverified=unverified)
+        plan = plan_push(folder, repository, public=public, branch=branch, message=message)
         for note in plan.notes:
             typer.echo(f"note: {note}", err=True)
         if dry_run:

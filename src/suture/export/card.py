@@ -12,12 +12,10 @@ import yaml
 
 from suture.corrections import LAYERED
 from suture.evaluate.heldout import GUARD, Score
-from suture.export.public import HUB, licences_of, names_in, parents, public_recipe, public_reference
+from suture.export.public import HUB, names_in, parents
 from suture.export.usage import usage
 from suture.report.tables import HEADER, caption, markdown_table, plain, score_rows, verdicts
 from suture.store import write_text
-
-__all__ = ["licences_of", "public_recipe", "public_reference", "write_card"]
 
 FIGURE = Path("figures") / "scores.png"
 TABLES = ("darts", "add", "parallel")  # modules that know positions by a table
@@ -175,22 +173,21 @@ def _worse(scores: Sequence[Score]) -> list[str]:
 
 
 def _checked(verified: Sequence[Mapping[str, Any]]) -> str:
-    if not verified:
-        return "Nothing: this export was written without verification.\n"
     rows = [
         (
             each["engine"],
             ", ".join(f"{name} {version}" for name, version in each["versions"].items()),
             str(each["cases"]),
-            "" if each.get("logits") is None else f"{each['logits']:.1e}",
+            f"{each['logprobs']:.1e} nats" if "logprobs" in each else f"{each.get('logits', float('nan')):.1e}",
             str(each.get("greedy") or ""),
         )
         for each in verified
     ]
     return (
         "The files were loaded in fresh processes and compared with the corrected model in suture, which is the one "
-        "that was scored: the largest difference of logits, over the largest logit, and how many texts have the same "
-        "greedy tokens.\n\n" + markdown_table(("engine", "versions", "cases", "logits", "greedy"), rows)
+        "that was scored: the largest difference of logits, over the largest logit (vLLM: of log-probabilities), and "
+        "how many greedy tokens are the same.\n\n"
+        + markdown_table(("engine", "versions", "cases", "difference", "greedy"), rows)
     )
 
 

@@ -80,22 +80,19 @@ def refuse_early(config: dict[str, Any], changes_head: bool) -> None:
         )
 
 
-def try_vocabulary(
-    folder: Path, converter: Path, *, python: Path | None = None, trust_remote_code: bool = False
-) -> None:
+def try_vocabulary(folder: Path, converter: Path, *, trust_remote_code: bool = False) -> None:
     """Have the converter write a checkpoint's vocabulary only: seconds, before any weight is read.
 
     This finds an architecture or a tokenizer that it does not know, and Python packages that it lacks.
 
     Args:
         folder: config and tokenizer; weights may be there.
-        python: the interpreter that runs the converter; this one if None.
 
     Raises:
         ModelError: with the last lines of what the converter said.
     """
     with tempfile.TemporaryDirectory() as work:
-        _run(folder, Path(work) / "vocabulary.gguf", converter, ["--vocab-only"], python, trust_remote_code)
+        _run(folder, Path(work) / "vocabulary.gguf", converter, ["--vocab-only"], trust_remote_code)
 
 
 def convert(
@@ -104,7 +101,6 @@ def convert(
     converter: Path,
     *,
     outtype: str = "f32",
-    python: Path | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
     """Write a checkpoint as GGUF. `check_written` then has to compare the two.
@@ -113,7 +109,6 @@ def convert(
         checkpoint: a folder that transformers' own classes load.
         out: the file, which is replaced.
         outtype: one of `OUTTYPES`.
-        python: the interpreter that runs the converter; this one if None.
         trust_remote_code: allow the converter, which never asks, to run code that the checkpoint brings.
 
     Returns:
@@ -125,14 +120,14 @@ def convert(
     """
     if outtype not in OUTTYPES:
         raise ModelError(f"outtype: {outtype!r} is not one of {', '.join(OUTTYPES)}")
-    _run(checkpoint, out, converter, ["--outtype", outtype], python, trust_remote_code)
+    _run(checkpoint, out, converter, ["--outtype", outtype], trust_remote_code)
     return out
 
 
-def _run(folder: Path, out: Path, converter: Path, flags: list[str], python: Path | None, trusted: bool) -> None:
+def _run(folder: Path, out: Path, converter: Path, flags: list[str], trusted: bool) -> None:
     if not trusted:
         _refuse_code(folder)
-    command = [str(python or sys.executable), str(converter), str(folder), "--outfile", str(out), *flags]
+    command = [sys.executable, str(converter), str(folder), "--outfile", str(out), *flags]
     out.unlink(missing_ok=True)
     try:
         done = subprocess.run(

@@ -35,7 +35,7 @@ class HeadFolding:
         self.path = head_path(model)
         self.bias = model.get_output_embeddings().bias is not None
         self.name = stored_head(model, self.path, stored)
-        self.source = self.name or _embedding(model, stored)
+        self.embedding = _embedding(model, stored)
         self.shift: Tensor | None = None  # [V] what the constant takes from the logits, once the weight went by
         if surgery.offset and not self.bias:
             raise SurgeryError(f"the head {self.path} holds no bias, which the constant of an affine module needs")
@@ -61,10 +61,11 @@ class HeadFolding:
         Raises:
             SurgeryError: when the checkpoint holds neither.
         """
-        tensor = read_tensor(folder, self.source) if self.source else None
-        if tensor is None:
-            raise SurgeryError(f"the checkpoint holds no tensor for the head {self.path}, which the correction changes")
-        return tensor
+        for source in (self.name, self.embedding):  # a tied head may have been left out
+            tensor = read_tensor(folder, source) if source else None
+            if tensor is not None:
+                return tensor
+        raise SurgeryError(f"the checkpoint holds no tensor for the head {self.path}, which the correction changes")
 
     def finish(self, folder: Path) -> None:
         """Give a tied head weights of its own, and say so in the config.

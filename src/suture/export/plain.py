@@ -32,15 +32,15 @@ def write_checkpoint(job: Repairing, folder: Path, change: Change | None = None)
         job.merge.write(folder, job.progress, change)
         notes.append("tokenizer, generation config and chat template: as mergekit writes them")
     elif kept is None and job.donor.adapter is not None:
-        model = job.merged_model()
-        model.save_pretrained(folder)
+        job.merged_model().save_pretrained(folder)
+        job.release_model()
         _sidecars(job, folder)
         if change is not None:
             work = folder / "merged"
             work.mkdir()
             for file in folder.glob("model*.safetensors*"):
                 file.rename(work / file.name)
-            link_shards(work, folder, change)
+            link_shards(work, folder, change)  # what is copied here was just made
             shutil.rmtree(work)
     else:
         source = kept.path if kept else job.donor.base
@@ -55,6 +55,7 @@ def write_checkpoint(job: Repairing, folder: Path, change: Change | None = None)
             notes += _sidecars(job, folder)
     if change is not None:
         change.finish(folder)
+    (folder / "mergekit_config.yml").unlink(missing_ok=True)  # names folders; suture.json has it without them
     return notes
 
 

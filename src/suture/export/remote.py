@@ -62,6 +62,8 @@ def write_remote(
         tensors[f"{prefix}.router.{name}"] = tensor
     text = remote_source(settings)
     add_tensors(folder, tensors)
+    for file in folder.glob("*.py"):  # of a checkpoint that brought code and was read by stock classes
+        file.unlink()
     (folder / CODE).write_text(text)
 
     def change(config: dict[str, Any]) -> None:
@@ -100,7 +102,8 @@ def is_own_code(folder: Path) -> bool:
             if file.name != "config.json" and isinstance(other, dict) and "auto_map" in other:
                 return False
         same: bool = (folder / CODE).read_bytes() == remote_source(settings).encode()
-        return same and {file.name for file in folder.glob("*.py")} == {CODE}
+        # in folders too: `generate` runs custom_generate/generate.py
+        return same and {file.relative_to(folder).as_posix() for file in folder.rglob("*.py")} == {CODE}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SurgeryError):
         return False
 

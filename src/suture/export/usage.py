@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from suture.checkpoint import read_json
+
 THIS = "THIS_MODEL"  # stands for the repository's id, which `suture push` knows and an export does not
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 
 
 def usage(folder: Path, manifest: Mapping[str, Any]) -> str:
@@ -62,7 +64,7 @@ def _vllm(kind: str, domain: str) -> list[str]:
     chosen = json.dumps({"suture_domain": domain})
     plugin = (
         "With suture in vLLM's environment its plugin runs the corrections, and each request names its domain:\n\n"
-        + _code("bash", f"vllm serve {THIS} --trust-remote-code")
+        + _code("bash", f"vllm serve {THIS}")
         + "\n"
         + _code(
             "python",
@@ -81,14 +83,19 @@ def _vllm(kind: str, domain: str) -> list[str]:
 
 def _peft(manifest: Mapping[str, Any]) -> str:
     first, *others = manifest["domains"]
+    slot = {name: name.replace(".", "_") for name in manifest["domains"]}  # PEFT takes no dot there
+
+    def place(name: str) -> str:
+        return f'subfolder="adapters/{name}", adapter_name="{slot[name]}"'
+
     lines = [
         *_loading(),
         "",
         "from peft import PeftModel",
         "",
-        f'model = PeftModel.from_pretrained(model, "{THIS}", subfolder="adapters/{first}", adapter_name="{first}")',
-        *(f'model.load_adapter("{THIS}", subfolder="adapters/{name}", adapter_name="{name}")' for name in others),
-        f'model.set_adapter("{first}")',
+        f'model = PeftModel.from_pretrained(model, "{THIS}", {place(first)})',
+        *(f'model.load_adapter("{THIS}", {place(name)})' for name in others),
+        f'model.set_adapter("{slot[first]}")',
         "with model.disable_adapter():",
         "    ...  # the merged model, uncorrected",
     ]
@@ -99,18 +106,24 @@ def _peft(manifest: Mapping[str, Any]) -> str:
 
 def _multi_lora(folder: Path, manifest: Mapping[str, Any]) -> str:
     domains = manifest["domains"]
-    most = 1
-    for domain in domains:
-        settings = json.loads((folder / "adapters" / domain / "adapter_config.json").read_text())
-        most = max(most, settings["r"], *(settings.get("rank_pattern") or {}).values())
+    rank = lora_rank([folder / "adapters" / domain for domain in domains]) or RANKS[-1]
     places = " ".join(f"{domain}=DIR/adapters/{domain}" for domain in domains)
     lines = [
         f"hf download {THIS} --local-dir DIR",
         f"vllm serve DIR --enable-lora --max-loras {len(domains) + 1} \\",
-        f"    --max-lora-rank {next((rank for rank in RANKS if rank >= most), most)} \\",
+        f"    --max-lora-rank {rank} \\",
         f"    --lora-modules {places}",
     ]
     return "### vLLM\n\nA request chooses its domain by the name of the model.\n\n" + _code("bash", *lines)
+
+
+def lora_rank(adapters: Iterable[Path]) -> int | None:
+    """The least rank that vLLM makes room for and that holds every adapter's; None above the largest."""
+    most = 1
+    for adapter in adapters:
+        settings = read_json(adapter / "adapter_config.json", "an adapter needs one")
+        most = max(most, int(settings["r"]), *map(int, (settings.get("rank_pattern") or {}).values()))
+    return next((rank for rank in RANKS if rank >= most), None)
 
 
 def _vllm_plain() -> str:

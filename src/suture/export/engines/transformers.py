@@ -47,13 +47,15 @@ class Export:
         from safetensors import safe_open
 
         plain = self.model
-        for domain in domains:
+        # PEFT makes modules of these names, which may hold no dot; a domain's may
+        self.slots = {domain: f"domain{place}" for place, domain in enumerate(domains)}
+        for domain, slot in self.slots.items():
             folder = self.folder / "adapters" / domain
             if self.model is plain:
-                self.model = peft.PeftModel.from_pretrained(plain, str(folder), adapter_name=domain)
+                self.model = peft.PeftModel.from_pretrained(plain, str(folder), adapter_name=slot)
             else:
-                self.model.load_adapter(str(folder), adapter_name=domain)
-            found = peft.get_peft_model_state_dict(self.model, adapter_name=domain, save_embedding_layers=False)
+                self.model.load_adapter(str(folder), adapter_name=slot)
+            found = peft.get_peft_model_state_dict(self.model, adapter_name=slot, save_embedding_layers=False)
             with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
                 stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             wrong = set(found) ^ set(stored)
@@ -70,7 +72,7 @@ class Export:
             with self.model.disable_adapter():
                 return call()
         elif self.kind == ADAPTER and domain is not None:
-            self.model.set_adapter(domain)
+            self.model.set_adapter(self.slots[domain])
         return call()
 
 
