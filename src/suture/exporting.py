@@ -153,7 +153,7 @@ class Exporting:
         Raises:
             VerificationError: when the export does not do what was scored; it lies in `<out>.failed` then.
         """
-        job, out = self.job, out.expanduser().resolve()
+        job, shown, out = self.job, out, out.expanduser().resolve()
         self.check(out)
         job.capture(keep=True)
         scores = [score for member in job.members.values() for score in job.score(member)] + job.score_guard()
@@ -191,7 +191,7 @@ class Exporting:
             write_card(folder, manifest, licences=licences, figure=folder / FIGURE)
         job.release()
         seconds = time.monotonic() - job.started
-        return Exported(out, manifest, scores, seconds, peak_memory())
+        return Exported(shown, manifest, scores, seconds, peak_memory())
 
     # Writing
 

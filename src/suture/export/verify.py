@@ -24,7 +24,7 @@ NEW_TOKENS = 16
 BATCH = 4
 MOST = 256  # tokens of a prompt
 # what may differ, of the largest logit (vLLM: of log-probabilities, in nats), where all is float32
-LIMITS = {"transformers": 1e-5, "vllm": 1e-4}
+LIMITS = {"transformers": 1e-5, "vllm": 1e-4, "llama_cpp": 2e-3}
 # where weights or states are stored in half precision, and so is what is folded into them
 ROUNDED = {"transformers": 5e-2, "vllm": 0.5, "llama_cpp": 5e-2}
 GGUF_LIMITS = {"f32": 2e-3, "f16": 5e-3, "bf16": 3e-2, "q8_0": 0.2}  # llama.cpp's own kernels round activations
