@@ -185,6 +185,7 @@ def test_the_last_correction_that_fits_is_exported(
         ),
         ("adapter", "heal", [], [HEAL], "one correction for all domains.*--to plain"),
         ("plain", "auto", ["math"], [MIXED], "may choose what is not linear"),
+        ("plain", "auto", ["math"], [{**MIXED, "among": ["affine", "deep"]}], "may choose what is not linear"),
         ("plain", None, [], [DEEP], "holds one domain, or heal for all: name it with --domain"),
         ("plain", None, ["math"], [HEAL], "leave --domain out"),
     ],

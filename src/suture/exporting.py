@@ -27,6 +27,7 @@ from suture.export.manifest import describe
 from suture.export.plain import write_checkpoint
 from suture.export.public import licences_of, parents
 from suture.export.remote import class_names, write_remote
+from suture.export.shards import Change
 from suture.export.verify import (
     GGUF_LIMITS,
     LIMITS,
@@ -200,15 +201,15 @@ class Exporting:
         first = next(iter(parts.values()))
         if self.kind in WEIGHTS:
             if isinstance(first, Patch):
-                self.notes += write_checkpoint(job, folder, Folding(first))
+                self._bring(folder, Folding(first))
             else:
                 assert isinstance(first, Affine)
-                self.notes += write_checkpoint(job, folder, HeadFolding(self.stock, first, job.donor.tensors))
+                self._bring(folder, HeadFolding(self.stock, first, job.donor.tensors))
             self.exact = job.dtype == torch.float32 and _exact(folder)
             if self.kind == "gguf":
                 self._convert(folder)
             return
-        self.notes += write_checkpoint(job, folder)
+        self._bring(folder)
         self.exact = job.dtype == torch.float32  # no weight is rounded anew
         if self.kind in CODE:
             surgeries = {name: part for name, part in parts.items() if isinstance(part, Surgery)}
@@ -219,6 +220,10 @@ class Exporting:
             # a patch is stored as it was scored; W A is new
             dtype = torch.bfloat16 if isinstance(part, Patch) else torch.float32
             patch.save(folder / "adapters" / name, str(job.recipe.name), dtype)
+
+    def _bring(self, folder: Path, change: Change | None = None) -> None:
+        for note in write_checkpoint(self.job, folder, change):
+            self._note(note)
 
     def _head_lora(self, folder: Path, surgery: Surgery) -> Patch:
         assert isinstance(surgery, Affine)

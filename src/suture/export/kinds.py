@@ -24,7 +24,9 @@ KINDS = {
 def holds(kind: str, surgery: Surgery) -> bool:
     """Whether a kind of export can hold a correction."""
     if surgery.module == AUTO:
-        return all(_holds(kind, name) for name in surgery.among or FITTING[surgery.engine])
+        among = surgery.among or FITTING[surgery.engine]
+        # what is chosen cannot be fitted again without its constant
+        return all(_holds(kind, name) and (kind in CODE or name != "affine") for name in among)
     return _holds(kind, surgery.module)
 
 
