@@ -28,10 +28,11 @@ from handmade_exports import (
 from tiny import tiny_tokenizer
 from typer.testing import CliRunner
 
-from suture.chat import Conversation, Settings, interruptible
+from suture.chat import Conversation, interruptible
 from suture.cli import app
 from suture.errors import ModelError, PromptError
 from suture.exported import Opened, open_export, open_model
+from suture.sampling import Settings
 
 CPU = torch.device("cpu")
 

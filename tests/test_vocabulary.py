@@ -17,11 +17,12 @@ from tiny import nearby, tiny_model, tiny_tokenizer
 
 from suture.capture import end_tokens
 from suture.errors import FamilyError, MergeError, PromptError
-from suture.generate import Settings, generate_text
+from suture.generate import generate_text
 from suture.merge import Merge
 from suture.models import load_tokenizer
 from suture.pipeline import Run
 from suture.recipe import parse_recipe
+from suture.sampling import Settings
 from suture.store import Store
 
 CPU = torch.device("cpu")

@@ -14,6 +14,7 @@ import torch
 from suture.capture import end_tokens
 from suture.errors import ModelError, PromptError, SutureError, did_you_mean
 from suture.exported import NONE, Opened
+from suture.sampling import Settings
 
 COMMANDS = {
     "/domain": "NAME: whose correction acts from now on; also `auto` (the router) and `none` (uncorrected)",
@@ -23,16 +24,6 @@ COMMANDS = {
     "/help": "these lines",
     "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to choose tokens; a temperature of 0 is greedy."""
-
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 @dataclass
@@ -57,7 +48,7 @@ class Conversation:
     opened: Opened
     domain: str | None
     system: str | None = None
-    settings: Settings = Settings()
+    settings: Settings = field(default_factory=Settings)
     say: Callable[[str], None] = print
     turns: list[Turn] = field(default_factory=list)
     comparing: bool = False
@@ -186,10 +177,9 @@ class Conversation:
         settings, room = self.settings, self.settings.max_new_tokens
         if self.limit is not None:
             room = min(room, self.limit - len(ids))
-        choice: dict[str, Any] = {"do_sample": False}
-        if settings.temperature > 0:
-            choice = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
-        config = GenerationConfig(max_new_tokens=room, eos_token_id=self.ends or None, pad_token_id=0, **choice)
+        config = GenerationConfig(
+            max_new_tokens=room, eos_token_id=self.ends or None, pad_token_id=0, **settings.choice
+        )
         prompt = torch.tensor([ids], device=self.opened.model.device)  # [1, T]
         torch.manual_seed(settings.seed)
         with interruptible() as stop, torch.inference_mode():

@@ -18,12 +18,11 @@ from suture.attach import attach, detach
 from suture.checkpoint import header, weight_files
 from suture.corrections import AUTO
 from suture.errors import SurgeryError, did_you_mean
-from suture.evaluate.heldout import Score
 from suture.export.card import write_card
 from suture.export.gguf import check_written, convert, find_converter, refuse_early, try_vocabulary
 from suture.export.head import HeadFolding, head_lora, head_path
 from suture.export.kinds import CODE, WEIGHTS
-from suture.export.manifest import describe
+from suture.export.manifest import Exported, describe
 from suture.export.plain import write_checkpoint
 from suture.export.public import licences_of, parents
 from suture.export.remote import class_names, write_remote
@@ -68,27 +67,6 @@ class Options:
     python: Path | None = None
     converter: Path | None = None
     outtype: str = "f32"
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What came of an export: its folder and manifest, scores, time in seconds, peak memory in bytes."""
-
-    folder: Path
-    manifest: dict[str, Any]
-    scores: list[Score]
-    seconds: float
-    peak: int
-
-    def document(self) -> dict[str, Any]:
-        """As plain data, for `--json`."""
-        return {
-            "folder": str(self.folder),
-            **{key: self.manifest[key] for key in ("to", "domains", "default", "corrections", "notes", "verified")},
-            "scores": [score.row() for score in self.scores],
-            "seconds": self.seconds,
-            "peak_bytes": self.peak,
-        }
 
 
 class Exporting:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,20 +19,11 @@ from suture.pipeline import Run
 from suture.prompts import apply_template, tokenize
 from suture.repair.patch import Patch, patched
 from suture.routing import Switch, fit, modules
+from suture.sampling import Settings
 from suture.states import Tokens
 from suture.surgery import Surgery, load_surgery
 
 AUTO = "auto"  # in place of a domain: the router chooses
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to choose tokens."""
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 def generate_text(
@@ -68,14 +58,11 @@ def generate_text(
         job.progress.note("merging in memory; `suture merge` keeps the merged model, and the next time is quicker")
     model = job.merged_model()
     ids = tokens.ids[None].to(next(model.parameters()).device)  # [1, T]
-    choice: dict[str, Any] = {"do_sample": False}
-    if settings.temperature > 0:
-        choice = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     # it stops where the domain's target stops, too
     targets = [member] if member is not None else list(job.members.values())
     ends = sorted(end_tokens(model) | set(sidecars.end_tokens([each.checkpoint.base for each in targets])))
     config = GenerationConfig(
-        max_new_tokens=settings.max_new_tokens, eos_token_id=ends or None, pad_token_id=0, **choice
+        max_new_tokens=settings.max_new_tokens, eos_token_id=ends or None, pad_token_id=0, **settings.choice
     )
     model.generation_config = GenerationConfig()  # what a call leaves open comes from there
 

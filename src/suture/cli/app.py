@@ -20,7 +20,7 @@ from suture.store import check_folder
 
 if TYPE_CHECKING:
     from suture.evaluate.heldout import Score
-    from suture.exporting import Exported
+    from suture.export.manifest import Exported
     from suture.pipeline import Run
     from suture.recipe import Recipe
 

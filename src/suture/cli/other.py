@@ -83,8 +83,9 @@ def generate(
         if uncorrected and surgery is not None:
             raise SutureError("--surgery names a correction, --uncorrected asks for none: leave one of them out")
         job = open_run(recipe, store, quiet)
-        from suture.generate import AUTO, Settings, generate_text
+        from suture.generate import AUTO, generate_text
         from suture.routing import routable
+        from suture.sampling import Settings
 
         routed = domain == AUTO and AUTO not in job.members
         if routed and uncorrected:

@@ -72,7 +72,8 @@ def chat(
         export = open_export(folder)
         start = export.parse(domain) if domain is not None else _start(export)
         hush()
-        from suture.chat import Conversation, Settings
+        from suture.chat import Conversation
+        from suture.sampling import Settings
 
         opened = _opened(export, dtype, device, trust_remote_code)
         settings = Settings(max_new_tokens, temperature, top_p, seed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from suture.checkpoint import read_json
@@ -14,6 +16,27 @@ from suture.history import read_history
 from suture.store import Artifact, versions
 
 FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What came of an export: its folder and manifest, scores, time in seconds, peak memory in bytes."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    scores: list[Score]
+    seconds: float
+    peak: int
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, for `--json`."""
+        return {
+            "folder": str(self.folder),
+            **{key: self.manifest[key] for key in ("to", "domains", "default", "corrections", "notes", "verified")},
+            "scores": [score.row() for score in self.scores],
+            "seconds": self.seconds,
+            "peak_bytes": self.peak,
+        }
 
 
 def describe(job: Correcting, kind: str, made: Mapping[str, Artifact], scores: Sequence[Score]) -> dict[str, Any]:
