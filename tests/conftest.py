@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +15,9 @@ from handmade import write_adapter, write_checkpoint
 # read by huggingface_hub when it is imported: before any test module
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# where transformers copies the code of checkpoints to: not shared with other processes that test at the same time
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="suture-modules-")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
