@@ -17,7 +17,7 @@ from torch import Tensor
 
 from suture.attach import attach
 from suture.checkpoint import header, weight_files
-from suture.errors import RecipeError, SurgeryError
+from suture.errors import RecipeError, SurgeryError, SutureError
 from suture.export import verify
 from suture.export.head import HeadFolding, head_lora
 from suture.export.kinds import KINDS, narrowed
@@ -305,6 +305,14 @@ def test_an_export_that_differs_is_kept_as_failed_and_nothing_is_lost(
     assert not (tmp_path / "out.failed" / "suture.json").exists()
     refused = call("push", tmp_path / "out.failed", "org/name", "--dry-run")
     assert refused.exit_code == 1
+
+
+def test_an_engine_that_is_not_there_is_told_before_any_work(tmp_path: Path) -> None:
+    verify.need_engine("transformers", None, "peft")
+    with pytest.raises(SutureError, match=r"no llama-cpp-python: pip install llama-cpp-python, or name .* --python"):
+        verify.need_engine("llama_cpp", None)
+    with pytest.raises(SutureError, match=r"--python: .*nothing cannot be run"):
+        verify.need_engine("vllm", tmp_path / "nothing")
 
 
 def test_an_engine_that_cannot_load_is_told_with_its_last_lines(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class Exporting:
         if self.options.outtype not in GGUF_LIMITS:
             raise SurgeryError(f"--outtype: {did_you_mean(self.options.outtype, GGUF_LIMITS)}")
         self._default(list(job.members))
-        need_engine(self.engine, self.options.python)
+        need_engine(self.engine, self.options.python, *(["peft"] if self.kind == "adapter" else []))
         if self.kind in CODE:
             class_names(self.stock)
         elif surgery.module in ("affine", "linear"):

@@ -28,7 +28,6 @@ LIMITS = {"transformers": 1e-5, "vllm": 1e-4, "llama_cpp": 2e-3}
 # where weights or states are stored in half precision, and so is what is folded into them
 ROUNDED = {"transformers": 5e-2, "vllm": 0.5, "llama_cpp": 5e-2}
 GGUF_LIMITS = {"f32": 2e-3, "f16": 5e-3, "bf16": 3e-2, "q8_0": 0.2}  # llama.cpp's own kernels round activations
-PACKAGES = {"transformers": "peft", "vllm": "vllm", "llama_cpp": "llama_cpp"}  # what an environment must have
 LAST_LINES = 12
 
 
@@ -153,24 +152,31 @@ def verify(
     return judge(answer, cases, limit)
 
 
-def need_engine(engine: str, python: Path | None) -> None:
+def need_engine(engine: str, python: Path | None, *more: str) -> None:
     """Refuse before any work when an interpreter's environment lacks an engine.
+
+    Args:
+        engine: the name of its package, too.
+        python: the interpreter; this one by default.
+        more: further packages that are needed.
 
     Raises:
         SutureError: with how to install it, or name another interpreter.
     """
-    package = PACKAGES[engine]
-    code = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+    names = (engine, *more)
+    code = (
+        f"import importlib.util as u, sys; sys.exit(' '.join(n for n in {names!r} if u.find_spec(n) is None) or None)"
+    )
     command = [str(python or sys.executable), "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=_environment(python))
     except OSError as error:
         raise SutureError(f"--python: {python} cannot be run ({error.strerror}): name an interpreter") from error
     if done.returncode != 0:
-        name = {"llama_cpp": "llama-cpp-python"}.get(package, package)
+        lacks = done.stderr.decode(errors="replace").strip().replace("llama_cpp", "llama-cpp-python")
         raise SutureError(
-            f"the export is checked in {engine}, and {python or 'this environment'} has no {name}: pip install {name}, "
-            "or name the interpreter of an environment that has it with --python"
+            f"the export is checked in {engine}, and {python or 'this environment'} has no {lacks}: pip install "
+            f"{lacks}, or name the interpreter of an environment that has it with --python"
         )
 
 
