@@ -44,6 +44,7 @@ from suture.pipeline import Run, peak_memory
 from suture.reading import check_checkpoint_folder
 from suture.repair.patch import Folding, Patch, patched
 from suture.report.figures import draw_scores
+from suture.router import LEAST
 from suture.store import Artifact, replaced_folder, write_json
 from suture.surgery import Affine, Surgery, load_surgery
 
@@ -107,6 +108,11 @@ class Exporting:
         need_engine(self.engine, self.options.python, *(["peft"] if self.kind == "adapter" else []))
         if self.kind in CODE:
             class_names(self.stock)
+            few = [name for name, member in job.members.items() if len(member.calibration) < LEAST]
+            if few and len(job.members) > 1:
+                raise SurgeryError(
+                    f"domains.{few[0]}: the router needs {LEAST} calibration prompts or more of each domain"
+                )
         elif surgery.module in ("affine", "linear"):
             path = head_path(self.stock)
             if surgery.module == "affine" and (

@@ -91,6 +91,7 @@ def try_vocabulary(folder: Path, converter: Path, *, trust_remote_code: bool = F
     Raises:
         ModelError: with the last lines of what the converter said.
     """
+    _need_reader()  # to compare what it writes, later
     with tempfile.TemporaryDirectory() as work:
         _run(folder, Path(work) / "vocabulary.gguf", converter, ["--vocab-only"], trust_remote_code)
 
@@ -150,6 +151,11 @@ def _run(folder: Path, out: Path, converter: Path, flags: list[str], trusted: bo
     raise ModelError(f"{converter} {how}; its last lines:\n{said or '(none)'}")
 
 
+def _need_reader() -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError("reading a GGUF file takes the package gguf: pip install 'suture[gguf]'")
+
+
 def _refuse_code(folder: Path) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).exists() and read_json(folder / name, "").get("auto_map"):
@@ -169,8 +175,7 @@ def check_written(gguf: Path, checkpoint: Path) -> None:
         ModelError: without the package gguf, or for a file that it cannot read.
         SurgeryError: when the head was dropped or changed on the way.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError("reading a GGUF file takes the package gguf: pip install 'suture[gguf]'")
+    _need_reader()
     from gguf import MODEL_TENSOR, GGUFReader
     from gguf.tensor_mapping import TensorNameMap
 
