@@ -390,7 +390,9 @@ def test_a_terminal_has_a_prompt_and_ctrl_d_leaves(adapters):
             assert "did you mean 'code'?" in until("math> ")  # and goes on
             os.write(ours, b"/domain code\n")
             until("code> ")
-            until("/quit or Ctrl-D leaves", press=True)
+            said = until("/quit or Ctrl-D leaves", press=True)
+            if "code> " not in said.split("leaves")[-1]:  # a key that comes before the prompt is lost
+                until("code> ")
             os.write(ours, b"\x04")
             assert child.wait(timeout=20) == 0
         finally:
