@@ -33,11 +33,11 @@ class HeadFolding:
     def __init__(self, model: Any, surgery: Affine, stored: Stored) -> None:
         self.surgery = surgery
         self.path = head_path(model)
-        self.bias = model.get_output_embeddings().bias is not None
         self.name = stored_head(model, self.path, stored)
         self.embedding = _embedding(model, stored)
-        self.shift: Tensor | None = None  # [V] what the constant takes from the logits, once the weight went by
-        if surgery.offset and not self.bias:
+        self.seen = False  # whether the weight went by
+        self.shift: Tensor | None = None  # [V] what a constant takes from the logits, known from then on
+        if surgery.offset and model.get_output_embeddings().bias is None:
             raise SurgeryError(f"the head {self.path} holds no bias, which the constant of an affine module needs")
 
     def touches(self, name: str) -> bool:
@@ -51,8 +51,10 @@ class HeadFolding:
         return self._folded(tensor)
 
     def _folded(self, weight: Tensor) -> Tensor:
-        constant = self.surgery.up.bias if self.surgery.offset else torch.zeros(weight.shape[1])  # [H]
-        self.shift = weight.double() @ (self.surgery.strength * constant.double())
+        self.seen = True
+        if self.surgery.offset:
+            constant = self.surgery.strength * self.surgery.up.bias.double()  # [H]
+            self.shift = torch.cat([rows.double() @ constant for rows in torch.split(weight, ROWS)])
         return folded(weight, self.surgery)
 
     def read(self, folder: Path) -> Tensor:
@@ -73,9 +75,9 @@ class HeadFolding:
         Raises:
             SurgeryError: when the checkpoint holds neither the head nor what it is tied to.
         """
-        if self.shift is None:
+        if not self.seen:
             add_tensors(folder, {f"{self.path}.weight": self._folded(self.read(folder))})
-        if self.bias and self.shift is not None:
+        if self.shift is not None:
             shift = self.shift
             replace_tensor(
                 folder, _bias(self.name or f"{self.path}.weight"), lambda bias: (bias.double() - shift).to(bias.dtype)

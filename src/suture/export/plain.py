@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from suture.checkpoint import parse_reference, resolve
 from suture.export.shards import Change, link_shards
 from suture.repairing import Repairing
 from suture.sidecars import copy_code, copy_tokenizer, generation_config
@@ -64,9 +63,8 @@ def _sidecars(job: Repairing, folder: Path) -> list[str]:
     source = job.donor.base
     copy_tokenizer(source, folder)
     copy_code(source, folder)
-    targets = [resolve(parse_reference(member.domain.target, job.recipe.folder)) for member in job.members.values()]
-    settings = generation_config([source, *(target.base for target in targets)])
-    settings.save_pretrained(folder)
+    targets = [member.checkpoint.base for member in job.members.values()]
+    generation_config([source, *targets]).save_pretrained(folder)
     missing = (
         [] if (source / "generation_config.json").exists() else ["a generation config was made, the merged has none"]
     )

@@ -18,7 +18,6 @@ from suture.errors import ModelError
 from suture.store import write_json
 
 INDEX = "model.safetensors.index.json"
-LONE = "model.safetensors"
 
 
 class Change(Protocol):
